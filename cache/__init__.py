@@ -1,0 +1,1 @@
+"""Who holds which block, and the arrays behind it."""

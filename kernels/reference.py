@@ -1,0 +1,175 @@
+"""The kernels in plain MLX operations: correct on any device, and what every fused kernel is compared with.
+
+Shapes, here and in the fused kernels:
+
+- pools `[num_blocks, block_size, kv_heads, head_dim]`, one for K and one for V in each layer
+- `slots` int32 `[rows]`: `block * block_size + offset`; -1 is ignored
+- `tables` int32 `[rows, max_blocks]`: the block ids of each row's sequence; entries past its length may hold anything
+- `lengths` int32 `[rows]`: how many positions of the sequence are visible to the row, its own included
+"""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+
+
+def write_kv(
+    k_pool: mx.array,
+    v_pool: mx.array,
+    k: mx.array,
+    v: mx.array,
+    slots: mx.array,
+    copies: mx.array | None = None,
+    order: mx.array | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Copy blocks, then write a step's K and V rows into their slots.
+
+    `k`, `v`: `[rows, kv_heads, head_dim]` of the pools' dtype. `copies`: int32 `[n, 3]` of
+    (source block, destination block, filled rows), or None; a destination may also be written by `slots`
+    at or past its filled rows, but is no other copy's source. Returns `(k_pool, v_pool, order)`: use these
+    in place of what was passed in. MLX scatters in place only while nothing unevaluated names the old
+    pools, so evaluate once a step.
+    """
+    if copies is not None and copies.shape[0]:
+        k_pool = _copy_blocks(k_pool, copies)
+        v_pool = _copy_blocks(v_pool, copies)
+    if k.shape[0]:
+        k_pool = _scatter_rows(k_pool, k, slots)
+        v_pool = _scatter_rows(v_pool, v, slots)
+    return k_pool, v_pool, slots if order is None else order
+
+
+def paged_attention(
+    q: mx.array,
+    k_pool: mx.array,
+    v_pool: mx.array,
+    tables: mx.array,
+    lengths: mx.array,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    order: mx.array | None = None,
+) -> mx.array:
+    """Attend each row of `q` `[rows, heads, head_dim]` to the blocks of its own table; returns the same shape.
+
+    `window`: only the last `window` positions are visible. `sinks`: `[heads]`, a logit per head that takes
+    part in the softmax and carries no value. `softcap`: scores become `softcap * tanh(scores / softcap)`.
+    Rows of length 0 give zeros. Source of the layout: PagedAttention (Kwon et al. 2023).
+    """
+    rows, heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k_pool.shape
+    positions = mx.arange(tables.shape[1] * block_size)[None]
+    visible = positions < lengths[:, None]
+    if window is not None:
+        visible = visible & (positions >= lengths[:, None] - window)
+    k, v = (_gather(pool, tables, visible) for pool in (k_pool, v_pool))
+    out = _attend(
+        q.reshape(rows, kv_heads, heads // kv_heads, 1, head_dim),
+        k.transpose(0, 2, 1, 3)[:, :, None],
+        v.transpose(0, 2, 1, 3)[:, :, None],
+        visible[:, None, None, None],
+        scale,
+        sinks,
+        softcap,
+    )
+    return out.reshape(rows, heads, head_dim)
+
+
+def prefill_attention(
+    q: mx.array,
+    k_pool: mx.array,
+    v_pool: mx.array,
+    table: mx.array,
+    start: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    order: mx.array | None = None,
+) -> mx.array:
+    """Causal attention of one sequence's chunk: `q` `[n, heads, head_dim]` stands at positions `start .. start+n-1`.
+
+    `table`: int32 `[max_blocks]`. Only the blocks that the chunk can see are gathered. Returns `q`'s shape.
+    """
+    n, heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k_pool.shape
+    stop = start + n
+    first = 0 if window is None else max(0, start - window + 1) // block_size
+    blocks = table[first : math.ceil(stop / block_size)]
+    base = first * block_size
+    keys = stop - base
+    k, v = (pool[blocks].reshape(-1, kv_heads, head_dim)[:keys].transpose(1, 0, 2)[None] for pool in (k_pool, v_pool))
+    queries = q.transpose(1, 0, 2)[None]
+    plain = window is None and softcap is None
+    if plain:
+        out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask="causal", sinks=sinks)
+    else:
+        row, column = mx.arange(start, stop)[:, None], mx.arange(base, stop)[None]
+        visible = column <= row
+        if window is not None:
+            visible = visible & (column > row - window)
+        if softcap is None:
+            out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=visible, sinks=sinks)
+        else:
+            grouped = queries.reshape(1, kv_heads, heads // kv_heads, n, head_dim)
+            out = _attend(grouped, k[:, :, None], v[:, :, None], visible, scale, sinks, softcap)
+    return out.reshape(heads, n, head_dim).transpose(1, 0, 2)
+
+
+def _scatter_rows(pool: mx.array, rows: mx.array, slots: mx.array) -> mx.array:
+    """Write `rows` at `slots`; a row of slot -1 writes back what one written slot holds, or what slot 0 holds."""
+    flat = pool.reshape(-1, *pool.shape[2:])
+    keep = slots >= 0
+    anchor = mx.argmax(keep)
+    target = mx.where(keep, slots, mx.maximum(slots[anchor], 0))
+    fill = mx.where(keep[anchor], rows[anchor], flat[mx.maximum(slots[anchor], 0)])
+    flat[target] = mx.where(keep[:, None, None], rows, fill[None])
+    return flat.reshape(pool.shape)
+
+
+def _copy_blocks(pool: mx.array, copies: mx.array) -> mx.array:
+    source, destination, filled = copies[:, 0], copies[:, 1], copies[:, 2]
+    rows = mx.arange(pool.shape[1])[None, :, None, None] < filled[:, None, None, None]
+    pool[destination] = mx.where(rows, pool[source], pool[destination])
+    return pool
+
+
+def _gather(pool: mx.array, tables: mx.array, visible: mx.array) -> mx.array:
+    """The rows' K or V as `[rows, positions, kv_heads, head_dim]`, zeros where not visible (0 * NaN is NaN)."""
+    rows, max_blocks = tables.shape
+    block_size, kv_heads, head_dim = pool.shape[1:]
+    owned = visible.reshape(rows, max_blocks, block_size).any(axis=-1)
+    values = pool[mx.where(owned, tables, 0)].reshape(rows, max_blocks * block_size, kv_heads, head_dim)
+    return mx.where(visible[:, :, None, None], values, mx.zeros((), dtype=pool.dtype))
+
+
+def _attend(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    visible: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+    softcap: float | None,
+) -> mx.array:
+    """Softmax attention in float32: `q` `[b, kv_heads, group, n, d]`, `k`, `v` `[b, kv_heads, 1, keys, d]`."""
+    scores = (q.astype(mx.float32) * scale) @ k.astype(mx.float32).swapaxes(-1, -2)
+    if softcap is not None:
+        scores = softcap * mx.tanh(scores / softcap)
+    scores = mx.where(visible, scores, -mx.inf)
+    top = mx.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        sink = sinks.astype(mx.float32).reshape(1, q.shape[1], q.shape[2], 1, 1)
+        top = mx.maximum(top, sink)
+    top = mx.where(top == -mx.inf, 0.0, top)
+    weights = mx.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + mx.exp(sink - top)
+    out = (weights @ v.astype(mx.float32)) / mx.where(total == 0, 1.0, total)
+    return out.astype(q.dtype)

@@ -1,0 +1,1 @@
+"""Actors, the public async API, models."""
