@@ -28,7 +28,8 @@ def write_kv(
 
     `k`, `v`: `[rows, kv_heads, head_dim]` of the pools' dtype. `copies`: int32 `[n, 3]` of
     (source block, destination block, filled rows), or None; a destination may also be written by `slots`
-    at or past its filled rows, but is no other copy's source. Returns `(k_pool, v_pool, order)`: use these
+    at or past its filled rows, but is no other copy's source. `order`: the last array that read or wrote these
+    pools; the write comes after it. Returns `(k_pool, v_pool, order)`: use these
     in place of what was passed in. MLX scatters in place only while nothing unevaluated names the old
     pools, so evaluate once a step.
     """
@@ -38,7 +39,7 @@ def write_kv(
     if k.shape[0]:
         k_pool = _scatter_rows(k_pool, k, slots)
         v_pool = _scatter_rows(v_pool, v, slots)
-    return k_pool, v_pool, slots if order is None else order
+    return k_pool, v_pool, k_pool if order is None else order
 
 
 def paged_attention(
@@ -52,13 +53,15 @@ def paged_attention(
     window: int | None = None,
     sinks: mx.array | None = None,
     softcap: float | None = None,
+    max_length: int | None = None,
     order: mx.array | None = None,
 ) -> mx.array:
     """Attend each row of `q` `[rows, heads, head_dim]` to the blocks of its own table; returns the same shape.
 
     `window`: only the last `window` positions are visible. `sinks`: `[heads]`, a logit per head that takes
     part in the softmax and carries no value. `softcap`: scores become `softcap * tanh(scores / softcap)`.
-    Rows of length 0 give zeros. Source of the layout: PagedAttention (Kwon et al. 2023).
+    Rows of length 0 give zeros. `max_length`: an upper bound of `lengths` known to the host; fused kernels choose
+    their number of splits by it. `order`: what must have been computed before (see `write_kv`). Source of the layout: PagedAttention (Kwon et al. 2023).
     """
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_pool.shape
