@@ -61,7 +61,8 @@ def paged_attention(
     `window`: only the last `window` positions are visible. `sinks`: `[heads]`, a logit per head that takes
     part in the softmax and carries no value. `softcap`: scores become `softcap * tanh(scores / softcap)`.
     Rows of length 0 give zeros. `max_length`: an upper bound of `lengths` known to the host; fused kernels choose
-    their number of splits by it. `order`: what must have been computed before (see `write_kv`). Source of the layout: PagedAttention (Kwon et al. 2023).
+    their number of splits by it. `order`: what must have been computed before (see `write_kv`).
+    Source of the layout: PagedAttention (Kwon et al. 2023).
     """
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_pool.shape
