@@ -1,0 +1,58 @@
+"""What can go wrong, a sentence each; every error says what to do next."""
+
+from __future__ import annotations
+
+
+class PageforkError(Exception):
+    """Root of everything that pagefork raises on purpose."""
+
+
+class InvalidRequest(PageforkError):
+    """An argument is out of its range or of the wrong type; nothing was changed."""
+
+
+class UnsupportedModel(PageforkError):
+    """The model's attention cannot be routed through the block pool; it is refused rather than run wrong."""
+
+
+class ModelUnavailable(PageforkError):
+    """The model could not be found or fetched."""
+
+
+class ContextOverflow(PageforkError):
+    """The tokens do not fit in the model's context; nothing was appended."""
+
+
+class PoolExhausted(PageforkError):
+    """The block pool has too few free blocks; the sequence is as it was before the call."""
+
+    def __init__(self, wanted: int, free: int, total: int) -> None:
+        super().__init__(
+            f"{wanted} block(s) wanted, {free} of {total} free; close or truncate sequences, "
+            "or open the runtime with more blocks"
+        )
+        self.wanted, self.free, self.total = wanted, free, total
+
+
+class SequenceClosed(PageforkError):
+    """The sequence was closed, by `close()`, by a crash of its actor or with its runtime; make or fork another."""
+
+
+class SequenceBusy(PageforkError):
+    """Another task is waiting for the sequence's next token; finish or `aclose()` that generation first."""
+
+
+class DeadlineExceeded(PageforkError):
+    """No answer came in time; the request was withdrawn and nothing was changed."""
+
+
+class WorkerDied(PageforkError):
+    """The allocator, the worker or its engine thread crashed; the runtime is of no more use: leave it, open another."""
+
+
+class RuntimeClosed(PageforkError):
+    """The runtime has left its `async with` block; open another."""
+
+
+class BlocksLeaked(PageforkError):
+    """At shutdown blocks were still held by nobody alive: a defect of pagefork; please report it."""
