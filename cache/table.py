@@ -1,0 +1,164 @@
+"""The block table: which blocks hold the positions of one sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from pagefork.cache.blocks import Ids, IdsLike
+
+
+class TableError(Exception):
+    """A length, position or index that the table does not cover; the table is as it was."""
+
+
+class BlockTable:
+    """Block ids of one sequence, in order, and the number of tokens they hold.
+
+    Plain data: no reference is counted here; whoever owns the table retains and frees through a BlockPool.
+    The blocks may cover more positions (`capacity`) than there are tokens (`length`): granted, not yet filled.
+    """
+
+    __slots__ = ("_block_size", "_buffer", "_count", "_length")
+
+    def __init__(self, block_size: int) -> None:
+        """`block_size`: token positions per block. ValueError unless positive."""
+        if block_size < 1:
+            raise ValueError(f"block_size must be positive, not {block_size}")
+        self._block_size = block_size
+        self._buffer: Ids = np.empty(8, dtype=np.int32)
+        self._count = 0
+        self._length = 0
+
+    def __len__(self) -> int:
+        """How many blocks the table names."""
+        return self._count
+
+    def __repr__(self) -> str:
+        return f"BlockTable({self._length} tokens in {self._count} blocks of {self._block_size})"
+
+    @property
+    def block_size(self) -> int:
+        """Token positions per block."""
+        return self._block_size
+
+    @property
+    def length(self) -> int:
+        """Tokens in the sequence: positions `0 .. length-1` hold data."""
+        return self._length
+
+    @property
+    def capacity(self) -> int:
+        """Positions that the table's blocks cover."""
+        return self._count * self._block_size
+
+    @property
+    def ids(self) -> Ids:
+        """The block ids, int32 `[len(table)]`: a read-only view, valid until the table next changes."""
+        view = self._buffer[: self._count]
+        view.flags.writeable = False
+        return view
+
+    def blocks_for(self, length: int) -> int:
+        """How many blocks `length` tokens occupy."""
+        return -(-length // self._block_size)
+
+    def missing(self, length: int) -> int:
+        """How many more blocks the table needs to cover `length` tokens; 0 when it does."""
+        return max(0, self.blocks_for(length) - self._count)
+
+    def grow(self, ids: IdsLike) -> None:
+        """Append blocks, int32 `[n]`; `length` stays."""
+        stop = self._count + len(ids)
+        if stop > len(self._buffer):
+            # Doubling makes a long generation's appends cost O(1) each.
+            buffer = np.empty(max(stop, 2 * len(self._buffer)), dtype=np.int32)
+            buffer[: self._count] = self._buffer[: self._count]
+            self._buffer = buffer
+        self._buffer[self._count : stop] = ids
+        self._count = stop
+
+    def advance(self, tokens: int) -> None:
+        """Count `tokens` more as written. TableError when they would not fit the blocks."""
+        length = self._length + tokens
+        if tokens < 0 or length > self.capacity:
+            raise TableError(f"cannot advance by {tokens}: {self._length} of {self.capacity} positions are filled")
+        self._length = length
+
+    def fork(self, length: int | None = None) -> BlockTable:
+        """A table of the first `length` tokens (default: all) that names the same blocks; retain its `ids`.
+
+        Granted blocks past `length` are left out. TableError when `length` exceeds this table's.
+        """
+        length = self._length if length is None else length
+        self._check_length(length)
+        child = BlockTable.__new__(BlockTable)
+        child._block_size = self._block_size
+        child._count = self.blocks_for(length)
+        child._length = length
+        child._buffer = self._buffer[: max(child._count, 8)].copy()
+        return child
+
+    def truncate(self, length: int) -> Ids:
+        """Keep the first `length` tokens; returns the ids dropped from the end, int32, which the owner must free.
+
+        Granted blocks past `length` are dropped too, so `truncate(table.length)` gives back what is unfilled.
+        TableError when `length` exceeds the table's.
+        """
+        self._check_length(length)
+        count = self.blocks_for(length)
+        dropped = self._buffer[count : self._count].copy()
+        self._count = min(count, self._count)
+        self._length = length
+        return dropped
+
+    def shared(self, start: int, stop: int, refcounts: npt.NDArray[np.int32]) -> npt.NDArray[np.intp]:
+        """Indices of the entries that must be replaced before positions `[start, stop)` are written.
+
+        Those are the entries which cover these positions and whose block has other holders: its count in
+        `refcounts` (int32 `[num_blocks]`) is above 1. TableError when the table does not cover the range.
+        """
+        self._check_range(start, stop)
+        if start == stop:
+            return np.empty(0, dtype=np.intp)
+        first = start // self._block_size
+        covering = self._buffer[first : self.blocks_for(stop)]
+        return np.flatnonzero(refcounts[covering] > 1) + first
+
+    def filled(self, index: int, start: int) -> int:
+        """Rows of entry `index` that lie before position `start`: what a copy of its block must carry over.
+
+        Rows at and past `start` are about to be written, or are past the end once they are.
+        """
+        self._check_index(index)
+        return min(max(start - index * self._block_size, 0), self._block_size)
+
+    def replace(self, index: int, block: int) -> int:
+        """Make entry `index` name `block`; returns the id that it named. TableError when there is no such entry."""
+        self._check_index(index)
+        old = int(self._buffer[index])
+        self._buffer[index] = block
+        return old
+
+    def slots(self, start: int, stop: int) -> npt.NDArray[np.int32]:
+        """Slots of positions `[start, stop)`: `block * block_size + offset`, int32 `[stop - start]`.
+
+        TableError when the table does not cover the range.
+        """
+        self._check_range(start, stop)
+        size = self._block_size
+        if stop - start == 1:
+            return np.array([self._buffer[start // size] * size + start % size], dtype=np.int32)
+        index, offset = np.divmod(np.arange(start, stop, dtype=np.int32), np.int32(size))
+        return self._buffer[index] * np.int32(size) + offset
+
+    def _check_length(self, length: int) -> None:
+        if not 0 <= length <= self._length:
+            raise TableError(f"length {length} is outside 0..{self._length}")
+
+    def _check_range(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self.capacity:
+            raise TableError(f"positions [{start}, {stop}) are outside the {self.capacity} that the blocks cover")
+
+    def _check_index(self, index: int) -> None:
+        if not 0 <= index < self._count:
+            raise TableError(f"entry {index} is outside the table's {self._count}")
