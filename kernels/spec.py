@@ -49,3 +49,5 @@ class KernelSpec:
     template: tuple[tuple[str, mx.Dtype | int | bool], ...]
     grid: tuple[int, int, int]
     threadgroup: tuple[int, int, int]
+    shared_memory: int = 0
+    """Bytes of dynamic shared memory: CUDA alone."""
