@@ -11,7 +11,7 @@ Ids = npt.NDArray[np.int32]
 IdsLike = npt.NDArray[np.integer] | Sequence[int]
 _Index = npt.NDArray[np.intp]
 
-_SMALL = 48  # up to here Python's set, min and max beat NumPy's
+_SMALL = 48  # up to here Python's set and min beat NumPy's
 _ONE = np.int32(1)  # of the refcounts' dtype: ufunc.at is an order of magnitude slower on mixed ones
 _MAX_SLOTS = 2**31 - 1  # slots are int32
 
@@ -153,11 +153,15 @@ class BlockPool:
 
     def _sole_references(self, index: _Index) -> bool:
         """Whether `index` names distinct blocks of one reference each; the common case, so without NumPy reductions."""
-        listed = index.tolist()
-        if not listed or min(listed) < 0 or max(listed) >= self._num_blocks:
+        try:
+            held = self._refcounts[index].tobytes()
+        except IndexError:
             return False
-        n = len(listed)
-        return self._refcounts[index].tobytes() == self._ones[n] and len(set(listed)) == n
+        n = len(index)
+        if held != self._ones[n]:
+            return False
+        listed = index.tolist()
+        return len(set(listed)) == n and (n == 0 or min(listed) >= 0)
 
     def _release(self, index: _Index) -> int:
         refcounts = self._refcounts
