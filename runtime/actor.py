@@ -1,0 +1,253 @@
+"""Actor: one task, one bounded mailbox, private state.
+
+Two lanes: `tell` and `ask` wait while the mailbox is full; `post` never waits and is served first, so that a
+full mailbox cannot block a release or a cancel.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import structlog
+
+from pagefork.runtime.errors import DeadlineExceeded, PageforkError, WorkerDied
+from pagefork.runtime.messages import Message
+
+log = structlog.get_logger("pagefork")
+
+
+class Signal:
+    """An event for one waiter that can be set again and again."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._event: anyio.Event | None = None
+
+    def set(self) -> None:
+        self._set = True
+        if self._event is not None:
+            self._event.set()
+
+    async def wait(self) -> None:
+        """Wait until set since the last wait. Cancellation leaves it set."""
+        if not self._set:
+            self._event = anyio.Event()
+            try:
+                await self._event.wait()
+            finally:
+                self._event = None
+        self._set = False
+
+
+class Reply:
+    """The answer to one `ask`: a value, an error, or withdrawn."""
+
+    __slots__ = ("_signal", "done", "error", "value", "withdrawn")
+
+    def __init__(self) -> None:
+        self._signal = Signal()
+        self.done = False
+        self.withdrawn = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def set(self, value: Any) -> None:
+        if not self.done:
+            self.value, self.done = value, True
+            self._signal.set()
+
+    def fail(self, error: BaseException) -> None:
+        if not self.done:
+            self.error, self.done = error, True
+            self._signal.set()
+
+    def withdraw(self) -> None:
+        if not self.done:
+            self.withdrawn = self.done = True
+            self._signal.set()
+
+    async def settled(self) -> None:
+        while not self.done:
+            await self._signal.wait()
+
+    def result(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class Envelope:
+    """A message on its way, with the place for its answer: a Reply for one, a Stream for many, or None."""
+
+    __slots__ = ("message", "reply")
+
+    def __init__(self, message: Message, reply: Any = None) -> None:
+        self.message = message
+        self.reply = reply
+
+
+class Actor:
+    """Subclasses define `handle`; the runtime runs `run` as a task and sees to start, stop and crashes."""
+
+    def __init__(self, name: str, capacity: int = 1024) -> None:
+        self.name = name
+        self.dead: PageforkError | None = None
+        self._capacity = capacity
+        self._urgent: deque[Envelope] = deque()
+        self._normal: deque[Envelope] = deque()
+        self._mail = Signal()
+        self._room: deque[anyio.Event] = deque()
+
+    @property
+    def queued(self) -> int:
+        """How many messages wait in the mailbox."""
+        return len(self._urgent) + len(self._normal)
+
+    async def handle(self, message: Message) -> Any:
+        """Serve one message; what it returns answers an `ask`. A PageforkError goes to the asker."""
+        raise PageforkError(f"{self.name} does not take {type(message).__name__}")
+
+    async def run(self) -> None:
+        """Serve messages until cancelled or crashed. Then every waiting and later `ask` fails at once."""
+        try:
+            while True:
+                await self.serve(await self.next())
+        except Exception as error:
+            self.die(WorkerDied(f"{self.name} crashed: {error!r}; leave this runtime and open another"), error)
+            raise
+        finally:
+            self.die(WorkerDied(f"{self.name} has stopped; open another runtime"))
+
+    async def serve(self, envelope: Envelope) -> None:
+        try:
+            value = await self.handle(envelope.message)
+        except PageforkError as error:
+            if envelope.reply is None:
+                raise
+            envelope.reply.fail(error)
+        except BaseException:
+            if envelope.reply is not None:
+                envelope.reply.fail(WorkerDied(f"{self.name} crashed or stopped while it served this call"))
+            raise
+        else:
+            if envelope.reply is not None:
+                envelope.reply.set(value)
+
+    async def next(self) -> Envelope:
+        """The next envelope, urgent ones first."""
+        while True:
+            envelope = self.take()
+            if envelope is not None:
+                return envelope
+            await self._mail.wait()
+
+    def take(self) -> Envelope | None:
+        """The next envelope if there is one; withdrawn ones are passed over."""
+        while self._urgent or self._normal:
+            if self._urgent:
+                envelope = self._urgent.popleft()
+            else:
+                envelope = self._normal.popleft()
+                if self._room:
+                    self._room.popleft().set()
+            if envelope.reply is None or not envelope.reply.done:
+                return envelope
+        return None
+
+    def post(self, message: Message) -> None:
+        """Send without waiting, on the urgent lane. A dead actor takes nothing."""
+        if self.dead is None:
+            self._urgent.append(Envelope(message))
+            self._mail.set()
+
+    async def tell(self, message: Message) -> None:
+        """Send; waits while the mailbox is full. Cancelled while waiting, nothing was sent."""
+        await self._put(Envelope(message))
+
+    async def ask(
+        self,
+        message: Message,
+        *,
+        deadline: float | None = None,
+        urgent: bool = False,
+        late: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """Send and wait for the answer.
+
+        Cancelled or past its deadline (seconds), the request is withdrawn and its end awaited, which is prompt:
+        then either it did nothing, or it was done and `late` is called with the answer before the cancellation
+        goes on. Raises DeadlineExceeded, and what the actor raises; WorkerDied at once if it is dead.
+        """
+        reply = Reply()
+        envelope = Envelope(message, reply)
+        with anyio.move_on_after(deadline):
+            if urgent:
+                self._check()
+                self._urgent.append(envelope)
+                self._mail.set()
+            else:
+                await self._put(envelope)
+            try:
+                await reply.settled()
+            except anyio.get_cancelled_exc_class():
+                self.withdraw(envelope)
+                with anyio.CancelScope(shield=True):
+                    await reply.settled()
+                if late is not None and not reply.withdrawn and reply.error is None:
+                    late(reply.value)
+                raise
+            if reply.withdrawn:
+                raise WorkerDied(f"{self.name} withdrew the request")
+            return reply.result()
+        raise DeadlineExceeded(
+            f"{self.name} did not answer {type(message).__name__} within {deadline} s; try again later"
+        )
+
+    def withdraw(self, envelope: Envelope) -> None:
+        """The asker left: drop the request if it has not begun. Actors whose messages take time do more."""
+        assert envelope.reply is not None
+        if envelope in self._urgent or envelope in self._normal:
+            envelope.reply.withdraw()
+
+    def die(self, reason: PageforkError, cause: BaseException | None = None) -> None:
+        """Fail all that waits, and all that comes later. Only the first reason counts."""
+        if self.dead is not None:
+            return
+        self.dead = reason
+        reason.__cause__ = cause
+        for lane in (self._urgent, self._normal):
+            for envelope in lane:
+                if envelope.reply is not None:
+                    envelope.reply.fail(reason)
+            lane.clear()
+        while self._room:
+            self._room.popleft().set()
+
+    def _check(self) -> None:
+        if self.dead is not None:
+            raise self.dead
+
+    async def _put(self, envelope: Envelope) -> None:
+        self._check()
+        while len(self._normal) >= self._capacity:
+            room = anyio.Event()
+            self._room.append(room)
+            try:
+                await room.wait()
+            except BaseException:
+                if room.is_set():
+                    self._pass_on()
+                else:
+                    self._room.remove(room)
+                raise
+            self._check()
+        self._normal.append(envelope)
+        self._mail.set()
+
+    def _pass_on(self) -> None:
+        """A waiter for room left after it was called: call the next."""
+        if self._room:
+            self._room.popleft().set()

@@ -1,0 +1,123 @@
+"""What the worker knows of its jobs: one lane each, in whole arrays, so that a step's plan costs no loop over lanes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pagefork.runtime.messages import Submit
+from pagefork.runtime.sampling import Sampling, row_keys
+from pagefork.runtime.stream import Stream
+
+
+class Lanes:
+    """Struct of arrays, index = lane.
+
+    position: the next position to be planned. limit: positions below it may be written. end: no token is sampled
+    for a position at or past it. feed: row of the previous step's sampled ids that is the lane's next token, or -1
+    when `next_token` holds it; fed_by: the step that sampled it. flights: steps in flight that name the lane.
+    computed: positions below it hold K and V of steps that have retired. tables: int32 `[lanes, max_blocks]`.
+    """
+
+    def __init__(self, count: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.tables = np.zeros((count, 8), dtype=np.int32)
+        self.position = np.zeros(count, dtype=np.int32)
+        self.limit = np.zeros(count, dtype=np.int32)
+        self.end = np.zeros(count, dtype=np.int32)
+        self.feed = np.full(count, -1, dtype=np.int32)
+        self.fed_by = np.full(count, -1, dtype=np.int64)
+        self.next_token = np.zeros(count, dtype=np.int32)
+        self.running = np.zeros(count, dtype=np.bool_)
+        self.flights = np.zeros(count, dtype=np.int32)
+        self.computed = np.zeros(count, dtype=np.int32)
+        self.key = np.zeros(count, dtype=np.uint64)
+        self.temperature = np.zeros(count, dtype=np.float32)
+        self.top_p = np.ones(count, dtype=np.float32)
+        self.min_p = np.zeros(count, dtype=np.float32)
+        self.top_k = np.zeros(count, dtype=np.int32)
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def any_free(self) -> bool:
+        return bool(self._free)
+
+    def open(self, submit: Submit, stream: Stream) -> Job:
+        """Give a job a lane; call only while `any_free`."""
+        lane = self._free.pop()
+        job = Job(lane, submit, stream)
+        self.position[lane] = self.computed[lane] = submit.start
+        self.limit[lane] = submit.limit
+        self.end[lane] = submit.end
+        self.feed[lane] = -1
+        self.running[lane] = False
+        self.flights[lane] = 0
+        self.set_table(lane, 0, submit.table)
+        if submit.params is not None:
+            params = submit.params
+            self.key[lane] = submit.key
+            self.temperature[lane] = params.temperature
+            self.top_p[lane] = params.top_p
+            self.min_p[lane] = params.min_p
+            self.top_k[lane] = params.top_k
+        else:
+            self.temperature[lane] = 0
+        return job
+
+    def close(self, lane: int) -> None:
+        """Free a lane that no step in flight names."""
+        self.running[lane] = False
+        self._free.append(lane)
+
+    def set_table(self, lane: int, first: int, ids: list[int]) -> None:
+        stop = first + len(ids)
+        if stop > self.tables.shape[1]:
+            wider = np.zeros((self.tables.shape[0], max(stop, 2 * self.tables.shape[1])), dtype=np.int32)
+            wider[:, : self.tables.shape[1]] = self.tables
+            self.tables = wider
+        self.tables[lane, first:stop] = ids
+
+    def ready(self) -> npt.NDArray[np.intp]:
+        """Lanes that can decode a token now."""
+        return np.flatnonzero(self.running & (self.position < self.limit) & (self.position < self.end - 1))
+
+    def slots(self, lanes: npt.NDArray[np.intp], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The slot of each (lane, position); one lane serves for all positions."""
+        index, offset = np.divmod(positions, np.int32(self.block_size))
+        slots: npt.NDArray[np.int32] = self.tables[lanes, index] * np.int32(self.block_size) + offset
+        return slots
+
+    def table(self, lane: int, length: int) -> npt.NDArray[np.int32]:
+        """A copy of the entries that cover `length` positions."""
+        return self.tables[lane, : -(-length // self.block_size)].copy()
+
+    def sampling(self, lanes: npt.NDArray[np.intp], positions: npt.NDArray[np.int32]) -> Sampling:
+        """The parameters of the rows that `lanes` sample for `positions`."""
+        return Sampling(
+            temperature=self.temperature[lanes],
+            top_p=self.top_p[lanes],
+            min_p=self.min_p[lanes],
+            top_k=self.top_k[lanes],
+            keys=row_keys(self.key[lanes], positions),
+        )
+
+
+class Job:
+    """One Submit being served; `planned` of its tokens are in a step that was launched."""
+
+    __slots__ = ("copies", "lane", "planned", "stream", "submit")
+
+    def __init__(self, lane: int, submit: Submit, stream: Stream) -> None:
+        self.lane = lane
+        self.submit = submit
+        self.stream = stream
+        self.planned = 0
+        self.copies = submit.copies
+
+    @property
+    def prompt_planned(self) -> bool:
+        return self.planned == len(self.submit.tokens)
+
+    @property
+    def wants_logits(self) -> bool:
+        return self.submit.params is not None or self.submit.topk > 0

@@ -1,0 +1,179 @@
+"""Every message, on one page, with who sends it to whom. Plain data only, so any actor could live in another process.
+
+caller    -> Sequence   Append, Generate, Fork, Truncate, TopK, ReadKV, Close       (ask)
+reader    -> Sequence   Renew, Settle                                               (urgent tell)
+Sequence  -> Allocator  Reserve -> Granted | Exhausted, Share -> None               (ask)
+                        Shrink, Copied, Release                                     (urgent tell)
+Sequence  -> Worker     Submit (answers come in the job's Stream)                   (tell)
+                        Extend                                                      (urgent tell)
+                        Cancel -> Cancelled                                         (urgent ask)
+Engine    -> Worker     StepDone, StepFailed                                        (urgent tell, from its thread)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True):
+    """How tokens are chosen; the names and the order of the filters are mlx-lm's.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. The filters see the distribution at
+    temperature 1. A token depends on (seed, fork lineage, position, logits) alone; seed None draws one.
+    stop_tokens are added to the model's own end tokens unless ignore_eos.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class Message(Struct, frozen=True, tag=True):
+    """Base of all messages."""
+
+
+# caller -> Sequence
+
+
+class Append(Message, frozen=True):
+    tokens: list[int]
+
+
+class Generate(Message, frozen=True):
+    params: SamplingParams
+
+
+class Fork(Message, frozen=True):
+    count: int
+
+
+class Truncate(Message, frozen=True):
+    length: int
+
+
+class TopK(Message, frozen=True):
+    k: int
+
+
+class ReadKV(Message, frozen=True):
+    layer: int
+
+
+class Close(Message, frozen=True):
+    pass
+
+
+class Renew(Message, frozen=True):
+    """The reader has consumed enough of its lease for another."""
+
+
+class Settle(Message, frozen=True):
+    """The reader took the last token, or left."""
+
+
+# Sequence -> Allocator
+
+
+class Reserve(Message, frozen=True):
+    """Blocks for `length` tokens; those that hold positions from `write_from` on must be the owner's alone."""
+
+    owner: int
+    length: int
+    write_from: int | None = None
+
+
+class Granted(Message, frozen=True):
+    """The owner's table from entry `first` on; `copies` are (source, destination, filled rows), to be done first."""
+
+    first: int
+    ids: list[int]
+    copies: list[tuple[int, int, int]]
+
+
+class Exhausted(Message, frozen=True):
+    wanted: int
+    free: int
+    total: int
+
+
+class Share(Message, frozen=True):
+    """The first `length` tokens of `owner` become each child's too."""
+
+    owner: int
+    children: list[int]
+    length: int
+
+
+class Shrink(Message, frozen=True):
+    """The owner keeps the blocks of its first `length` tokens."""
+
+    owner: int
+    length: int
+
+
+class Copied(Message, frozen=True):
+    """The steps that did the owner's copies have retired: their sources may go."""
+
+    owner: int
+
+
+class Release(Message, frozen=True):
+    """The owner is gone: everything it holds is returned."""
+
+    owner: int
+
+
+# Sequence -> Worker
+
+
+class Submit(Message, frozen=True):
+    """Compute `tokens` at positions from `start` on, then sample up to position `end`, or take the best `topk`.
+
+    `table` covers at least `limit` positions, those that may be written. With neither sampling nor topk the K
+    and V are computed and nothing else.
+    """
+
+    owner: int
+    start: int
+    tokens: list[int]
+    table: list[int]
+    limit: int
+    copies: list[tuple[int, int, int]] = []
+    end: int = 0
+    params: SamplingParams | None = None
+    key: int = 0
+    stop: frozenset[int] = frozenset()
+    topk: int = 0
+
+
+class Extend(Message, frozen=True):
+    """The lease grows: table entries from `first` on, and positions below `limit` may be written."""
+
+    owner: int
+    first: int
+    ids: list[int]
+    limit: int
+
+
+class Cancel(Message, frozen=True):
+    """Drop the owner's job; answered when no step in flight names it."""
+
+    owner: int
+
+
+# Engine -> Worker
+
+
+class StepDone(Message, frozen=True):
+    result: Any
+
+
+class StepFailed(Message, frozen=True):
+    error: Any

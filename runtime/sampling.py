@@ -1,0 +1,95 @@
+"""Choosing tokens, on the device, for a whole batch in a few MLX calls whatever the mix of parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One entry per sampled row: temperature, top_p, min_p float32 `[rows]`, top_k int32, keys uint32 `[rows, 2]`."""
+
+    temperature: npt.NDArray[np.float32]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]
+    keys: npt.NDArray[np.uint32]
+
+
+def mix(seed: int, salt: int) -> int:
+    """64 well-mixed bits of two integers; the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    z = (seed * 0x9E3779B97F4A7C15 + salt * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def row_keys(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.integer]) -> npt.NDArray[np.uint32]:
+    """The random key of each row, uint32 `[rows, 2]`, from its job's key and the position it samples for."""
+    with np.errstate(over="ignore"):
+        z = keys + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    return np.stack([z >> np.uint64(32), z & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """float32 log-probabilities of `[rows, vocab]` logits."""
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def sample(logprobs: mx.array, sampling: Sampling) -> mx.array:
+    """One token id per row, int32 `[rows]`, from float32 log-probabilities `[rows, vocab]`.
+
+    Gumbel-max (Gumbel 1954): every operation is row by row, so a row's token does not depend on its batch.
+    """
+    greedy = mx.argmax(logprobs, axis=-1).astype(mx.int32)
+    if not sampling.temperature.any():
+        return greedy
+    kept = _filtered(logprobs, sampling)
+    temperature = mx.array(sampling.temperature)[:, None]
+    noise = mx.vmap(lambda key: mx.random.gumbel((logprobs.shape[-1],), key=key))(mx.array(sampling.keys))
+    drawn = mx.argmax(kept / mx.maximum(temperature, 1e-6) + noise, axis=-1).astype(mx.int32)
+    return mx.where(temperature[:, 0] > 0, drawn, greedy)
+
+
+def _filtered(logprobs: mx.array, sampling: Sampling) -> mx.array:
+    """Log-probabilities with what top_k, top_p and min_p exclude at -inf."""
+    uses_k, uses_p = bool(sampling.top_k.any()), bool((sampling.top_p < 1).any())
+    kept = logprobs
+    if uses_k or uses_p:
+        order = mx.argsort(-logprobs, axis=-1)
+        ranked = mx.take_along_axis(logprobs, order, axis=-1)
+        keep = mx.ones(ranked.shape, dtype=mx.bool_)
+        if uses_p:
+            probability = mx.exp(ranked)
+            before = mx.cumsum(probability, axis=-1) - probability
+            # Off is 2, since rounding can bring `before` to 1. The most likely token always stays.
+            top_p = mx.array(np.where(sampling.top_p < 1, sampling.top_p, 2).astype(np.float32))[:, None]
+            keep = (before < top_p) | (mx.arange(ranked.shape[-1]) == 0)
+        if uses_k:
+            top_k = mx.array(np.where(sampling.top_k > 0, sampling.top_k, ranked.shape[-1]))[:, None]
+            keep = keep & (mx.arange(ranked.shape[-1])[None] < top_k)
+        ranked = mx.where(keep, ranked, -mx.inf)
+        kept = mx.put_along_axis(kept, order, ranked, axis=-1)
+    if (sampling.min_p > 0).any():
+        floor = mx.max(logprobs, axis=-1, keepdims=True) + mx.log(mx.array(sampling.min_p))[:, None]
+        kept = mx.where(logprobs >= floor, kept, -mx.inf)
+    return kept
+
+
+def best(logprobs: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """The `k` most likely tokens of each row, best first: ids int32 and log-probabilities float32, `[rows, k]`."""
+    k = min(k, logprobs.shape[-1])
+    ids = mx.argpartition(-logprobs, kth=k - 1, axis=-1)[:, :k]
+    values = mx.take_along_axis(logprobs, ids, axis=-1)
+    order = mx.argsort(-values, axis=-1)
+    return mx.take_along_axis(ids, order, axis=-1).astype(mx.int32), mx.take_along_axis(values, order, axis=-1)

@@ -1,0 +1,66 @@
+"""The tokens of one job on their way from the worker to the reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagefork.runtime.actor import Signal
+
+
+class Stream:
+    """The worker appends, the reader takes: a message a token would cost more than the token.
+
+    A reader that lags finds several tokens at once. `read` is what the reader has taken, and so how long the
+    sequence is for its owner; what was computed past it is dropped when the reader leaves. `computed`: how many
+    positions hold valid K and V, set once no step in flight names the job.
+    """
+
+    __slots__ = ("computed", "error", "finish", "logprobs", "read", "signal", "tokens", "top", "waiting")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.top: list[tuple[int, float]] = []
+        self.finish: str | None = None
+        self.error: BaseException | None = None
+        self.computed: int | None = None
+        self.read = 0
+        self.waiting = False
+        self.signal = Signal()
+
+    @property
+    def done(self) -> bool:
+        """No more tokens will come."""
+        return self.finish is not None or self.error is not None
+
+    def fail(self, error: BaseException) -> None:
+        """No more tokens will come, since `error` happened."""
+        self.end(error=error)
+
+    def push(self, token: int, logprob: float) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.waiting:
+            self.signal.set()
+
+    def end(self, finish: str | None = None, error: BaseException | None = None, top: Any = None) -> None:
+        """Say why no more tokens come; the first reason counts."""
+        if not self.done:
+            self.finish, self.error = finish, error
+            self.top = top or []
+            if self.waiting:
+                self.signal.set()
+
+    async def wait(self) -> bool:
+        """Wait for an unread token; False when there are no more. Raises the stream's error after its last token."""
+        while self.read >= len(self.tokens):
+            if self.error is not None:
+                raise self.error
+            if self.finish is not None:
+                return False
+            self.waiting = True
+            try:
+                await self.signal.wait()
+            finally:
+                self.waiting = False
+        return True

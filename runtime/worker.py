@@ -1,0 +1,199 @@
+"""The worker actor: batches every ready job into one step after another and hands out what they give."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import anyio.lowlevel
+import numpy as np
+
+from pagefork.runtime.actor import Actor, Envelope, Reply
+from pagefork.runtime.engine import EngineThread, StepResult
+from pagefork.runtime.errors import PageforkError, WorkerDied
+from pagefork.runtime.lanes import Job, Lanes
+from pagefork.runtime.messages import Cancel, Copied, Extend, Message, StepDone, StepFailed, Submit
+from pagefork.runtime.planner import Flight, Planner
+from pagefork.runtime.stream import Stream
+
+QUIET_PASSES = 3
+"""Scheduling passes without mail before a step is planned: what wakes together is batched together."""
+
+
+class Worker(Actor):
+    """`depth`: how many steps may be in flight; 2 queues a step before the last one was read.
+
+    `chunk`: how many prompt tokens a step takes beside its decodes. `copied` tells the allocator of copies done.
+    """
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        copied: Callable[[Message], None],
+        *,
+        block_size: int,
+        max_batch: int,
+        chunk: int,
+        depth: int,
+    ) -> None:
+        super().__init__("worker", capacity=4096)
+        self.steps = self.tokens = self.prompt_tokens = 0
+        self._engine = engine
+        self._copied = copied
+        self._depth = depth
+        self._lanes = Lanes(max_batch, block_size)
+        self._planner = Planner(self._lanes, chunk)
+        self._jobs: dict[int, Job] = {}
+        self._waiting: dict[int, tuple[Submit, Stream]] = {}
+        self._cancels: dict[int, Reply] = {}
+        self._flights: deque[Flight] = deque()
+        self._collecting = False
+
+    @property
+    def jobs(self) -> int:
+        """Jobs being served or waiting for a lane."""
+        return len(self._jobs) + len(self._waiting)
+
+    async def submit(self, submit: Submit, stream: Stream) -> None:
+        """Send a Submit whose answers come in `stream`; cancelled while waiting for room, nothing was sent."""
+        await self._put(Envelope(submit, stream))
+
+    async def run(self) -> None:
+        try:
+            while True:
+                await self.serve(await self.next())
+                await self._drain()
+                self._advance()
+        except Exception as error:
+            self.die(WorkerDied(f"the worker crashed: {error!r}; leave this runtime and open another"), error)
+            raise
+        finally:
+            self.die(WorkerDied("the worker has stopped; open another runtime"))
+
+    async def serve(self, envelope: Envelope) -> None:
+        match envelope.message:
+            case Submit() as submit:
+                self._waiting[submit.owner] = (submit, envelope.reply)
+            case Cancel(owner=owner):
+                self._cancel(owner, envelope.reply)
+            case Extend(owner=owner, first=first, ids=ids, limit=limit):
+                if (job := self._jobs.get(owner)) is not None:
+                    self._lanes.set_table(job.lane, first, ids)
+                    self._lanes.limit[job.lane] = limit
+            case StepDone(result=result):
+                self._retire(result)
+            case StepFailed(error=error):
+                raise error
+            case _:
+                await super().serve(envelope)
+
+    def die(self, reason: PageforkError, cause: BaseException | None = None) -> None:
+        if self.dead is None:
+            streams = [job.stream for job in self._jobs.values()] + [stream for _, stream in self._waiting.values()]
+            for answer in (*streams, *self._cancels.values()):
+                answer.fail(reason)
+        super().die(reason, cause)
+
+    async def _drain(self) -> None:
+        """Serve mail until some passes of the event loop bring none."""
+        quiet = 0
+        while quiet < QUIET_PASSES:
+            envelope = self.take()
+            if envelope is None:
+                quiet += 1
+                await anyio.lowlevel.checkpoint()
+            else:
+                quiet = 0
+                await self.serve(envelope)
+
+    def _advance(self) -> None:
+        """Launch what can be launched, then wait for the oldest step."""
+        while self._waiting and self._lanes.any_free:
+            owner = next(iter(self._waiting))
+            self._jobs[owner] = job = self._lanes.open(*self._waiting.pop(owner))
+            self._planner.add(job)
+        while len(self._flights) < self._depth and (planned := self._planner.next()) is not None:
+            plan, flight = planned
+            self._engine.launch(plan)
+            self._flights.append(flight)
+            self.steps += 1
+            self.prompt_tokens += len(plan.tokens) - len(plan.lengths)
+        if self._flights and not self._collecting:
+            self._collecting = True
+            self._engine.collect()
+
+    def _retire(self, result: StepResult) -> None:
+        """The oldest step is done: hand out its tokens, and free the lanes that nothing names any more."""
+        self._collecting = False
+        flight = self._flights.popleft()
+        lanes, named = self._lanes, flight.named_lanes
+        lanes.flights[named] -= 1
+        lanes.computed[named] = flight.stops
+        sampled = np.array([job.lane for job in flight.sampled], dtype=np.intp)
+        latest = lanes.fed_by[sampled] == flight.serial
+        lanes.feed[sampled[latest]] = -1
+        lanes.next_token[sampled[latest]] = result.ids[latest]
+        for owner in flight.copied:
+            self._copied(Copied(owner))
+        ids, logprobs, ends = result.ids.tolist(), result.logprobs.tolist(), (flight.positions + 1).tolist()
+        for row, job in enumerate(flight.sampled):
+            if job.stream.done:
+                continue
+            if job.submit.params is None:
+                self._end(job, "done", _top(result, row, job.submit.topk))
+                continue
+            job.stream.push(ids[row], logprobs[row])
+            self.tokens += 1
+            if ids[row] in job.submit.stop:
+                self._end(job, "stop")
+            elif ends[row] >= job.submit.end - 1:
+                self._end(job, "length")
+        for job in flight.named:
+            if not job.wants_logits and job.prompt_planned:
+                self._end(job, "done")
+            if job.stream.done:
+                self._close_if_landed(job)
+
+    def _cancel(self, owner: int, reply: Reply) -> None:
+        waiting = self._waiting.pop(owner, None)
+        if waiting is not None:
+            submit, stream = waiting
+            stream.end("cancelled")
+            self._settle(submit, stream, submit.start, bool(submit.copies))
+        job = self._jobs.get(owner)
+        if job is None:
+            reply.set(None)
+            return
+        self._cancels[owner] = reply
+        self._end(job, "cancelled")
+        self._close_if_landed(job)
+
+    def _end(self, job: Job, finish: str, top: list[tuple[int, float]] | None = None) -> None:
+        if not job.stream.done or finish == "cancelled":
+            self._planner.stop(job)
+            job.stream.end(finish, top=top)
+
+    def _close_if_landed(self, job: Job) -> None:
+        """Free the lane of an ended job unless a step in flight names it."""
+        owner = job.submit.owner
+        if self._lanes.flights[job.lane] or self._jobs.get(owner) is not job:
+            return
+        self._settle(job.submit, job.stream, int(self._lanes.computed[job.lane]), bool(job.copies))
+        self._lanes.close(job.lane)
+        del self._jobs[owner]
+        reply = self._cancels.pop(owner, None)
+        if reply is not None:
+            reply.set(None)
+
+    def _settle(self, submit: Submit, stream: Stream, computed: int, undone: bool) -> None:
+        """Say how far the K and V go; copies that no step did leave the block they were for without its first rows."""
+        if undone:
+            self._copied(Copied(submit.owner))
+            computed = submit.start // self._lanes.block_size * self._lanes.block_size
+        stream.computed = computed
+
+
+def _top(result: StepResult, row: int, k: int) -> list[tuple[int, float]]:
+    if not k or result.top_ids is None or result.top_logprobs is None:
+        return []
+    return list(zip(result.top_ids[row, :k].tolist(), result.top_logprobs[row, :k].tolist(), strict=True))
