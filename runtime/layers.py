@@ -1,0 +1,82 @@
+"""How each layer of a model attends, read from what it passes to the attention call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+
+from .errors import UnsupportedModel
+from .routing import Probe, refuse
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """How one layer attends.
+
+    `window`: a query at position i sees the positions j with `i - window < j <= i`, or all `j <= i` where it is None.
+    `sinks`: the layer passes a logit per head that takes part in the softmax and has no value.
+    `softcap`: scores are `softcap * tanh(score / softcap)` before masking, where it is not None.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    sinks: bool = False
+    softcap: float | None = None
+
+
+def layer_spec(probe: Probe) -> LayerSpec:
+    call = probe.call
+    if call is None:
+        refuse(f"layer {probe.layer} never calls attention with its cache")
+    _, heads, _, head_dim = call["queries"].shape
+    _, kv_heads, _, key_dim = call["keys"].shape
+    value_dim = call["values"].shape[-1]
+    if not head_dim == key_dim == value_dim:
+        refuse(f"layer {probe.layer} has keys of {key_dim} and values of {value_dim} dimensions, which must be equal")
+    if call["values"].shape[1] != kv_heads or heads % kv_heads:
+        refuse(
+            f"layer {probe.layer} has {heads} query heads, {kv_heads} key heads and "
+            f"{call['values'].shape[1]} value heads"
+        )
+    windows = [w for w in (call["window"], probe.max_size) if w is not None]
+    return LayerSpec(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=float(call["scale"]),
+        window=min(windows, default=None),
+        sinks=call["sinks"] is not None,
+        softcap=call["softcap"],
+    )
+
+
+def trunks(module: nn.Module) -> list[nn.Module]:
+    """The modules that may end right below the output head, innermost first: those that hold a list of layers."""
+    return [
+        part
+        for name, part in module.named_modules()
+        if part is not module
+        and any(isinstance(v, list) and v and isinstance(v[0], nn.Module) for v in part.values())
+        and not any(piece.isdigit() for piece in name.split("."))
+    ]
+
+
+def attempt(run: Callable[[], Any]) -> Any:
+    """Run the model with our caches; whatever its code cannot do with them is a reason to refuse it."""
+    try:
+        return run()
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        refuse(f"its code does not run with a cache per token ({brief(error)})")
+
+
+def brief(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

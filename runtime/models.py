@@ -1,0 +1,312 @@
+"""Loads a model, finds out how its layers attend, and runs it with attention of the caller's choice.
+
+Nothing outside this file knows mlx-lm. What a layer looks like (heads, dims, scale, window, sinks) is read from what it
+passes to the attention call while the model runs lazily, never from a configuration. A model whose attention cannot
+be routed, or whose logits come out different when it is, is refused with `UnsupportedModel`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import structlog
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.utils import dequantize_model
+from mlx_lm.utils import load as load_mlx_lm
+
+from . import fetch, gguf
+from .dense import DenseKV
+from .errors import InvalidRequest, ModelUnavailable, UnsupportedModel
+from .layers import LayerSpec, attempt, brief, layer_spec, trunks
+from .routing import Attend, LayerCache, Patch, Probe, Step, refuse, take_rows
+from .softcap import ATTENTION as SOFTCAPPED
+from .tokenizer import Tokenizer, adapt
+
+Source = str | Path | tuple[nn.Module, Any]
+Progress = Callable[[str, float], None]
+
+DEFAULT_MODEL = "smollm2-135m"
+
+# Root-mean-square difference of the logits, relative to their own size, that rounding may explain.
+_TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
+_PROMPTS = ((3, 1, 4, 1, 5, 9, 2), (2, 7, 1, 8, 2))
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
+
+log = structlog.get_logger("pagefork")
+
+
+class Model:
+    """A model whose attention is the caller's. Make one with `load`; use it in the thread that made it."""
+
+    name: str
+    vocab_size: int
+    layers: tuple[LayerSpec, ...]
+    dtype: mx.Dtype
+    """Of K and V."""
+    eos_ids: frozenset[int]
+    max_context: int | None
+    tokenizer: Tokenizer | None
+    weight_bytes: int
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        name: str,
+        tokenizer: Tokenizer | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        max_context: int | None = None,
+    ) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.max_context = max_context
+        self.weight_bytes = sum(array.nbytes for _, array in tree_flatten(module.parameters()))
+        self._module = module
+        self._rows_inside = False
+        self._patch = Patch(module)
+        try:
+            for part in module.modules():
+                route = SOFTCAPPED.get((type(part).__module__, type(part).__name__))
+                if route is not None:
+                    self._patch.swap(part, route)
+            if not self._patch.hooked:
+                refuse("its attention does not go through mlx-lm's scaled_dot_product_attention")
+            self._discover()
+            self._step = Step()
+            self._caches = [LayerCache(i, self._step) for i in range(len(self.layers))]
+            self._rows_inside = self._skip_rows()
+            self._check()
+        except BaseException:
+            self.restore()
+            raise
+
+    def __call__(self, tokens: mx.array, positions: mx.array, attend: Attend, rows: mx.array | None = None) -> mx.array:
+        """Run one step over the tokens of any number of sequences, flattened.
+
+        `tokens`, `positions`: int32 `[T]`. `attend(layer, q, k, v, sinks)` is called once a layer, with q
+        `[T, heads, head_dim]`, k and v `[T, kv_heads, head_dim]` and sinks `[heads]` or None, and returns q's shape; it
+        stores k and v before it attends. `rows`: int32 `[R]`, the rows whose logits are wanted, or None for all.
+        Returns logits `[R, vocab_size]` in the model's own dtype, lazily.
+        """
+        step = self._step
+        step.positions, step.attend, step.rows, step.calls = positions, attend, rows, 0
+        try:
+            logits = self._module(tokens[:, None], cache=self._caches)
+            if step.calls != len(self.layers):
+                refuse(f"{step.calls} of its {len(self.layers)} layers attended")
+        finally:
+            step.positions, step.attend, step.rows = 0, None, None
+        if rows is not None and not self._rows_inside:
+            logits = mx.take(logits, rows, axis=0)
+        return logits.squeeze(1)
+
+    def restore(self) -> None:
+        """Put everything that was patched in the user's model and its Python modules back; idempotent."""
+        self._patch.restore()
+
+    def _discover(self) -> None:
+        """Run the model lazily on one row of several tokens and note what each layer passes to attention."""
+        try:
+            own = make_prompt_cache(self._module)
+        except Exception as error:
+            refuse(f"mlx-lm cannot make a cache for it ({brief(error)})")
+        probes = [Probe(i, Step(), _rotation(i, cache)) for i, cache in enumerate(own)]
+        tokens = mx.zeros((1, 8), mx.int32)
+        logits = attempt(lambda: self._module(tokens, cache=probes))
+        if not isinstance(logits, mx.array) or logits.ndim != 3:
+            refuse("it returns something other than an array of logits")
+        self.vocab_size = logits.shape[-1]
+        self.layers = tuple(layer_spec(probe) for probe in probes)
+        self.dtype = probes[0].call["keys"].dtype if probes and probes[0].call else mx.float32
+
+    def _skip_rows(self) -> bool:
+        """Find the module below the output head and make it drop the rows whose logits nobody wants."""
+        for inner in trunks(self._module):
+            self._patch.swap(inner, take_rows)
+            try:
+                logits = self._lazily(rows=mx.array([1, 2, 4]), tokens=5)
+            except Exception:
+                logits = None
+            if logits is not None and logits.shape == (3, self.vocab_size):
+                return True
+            self._patch.unswap(inner)
+        log.debug("model", name=self.name, note="logits of all rows are computed")
+        return False
+
+    def _lazily(self, rows: mx.array, tokens: int) -> mx.array:
+        zeros = mx.zeros((tokens,), mx.int32)
+        self._rows_inside = True
+        try:
+            return self(zeros, zeros, lambda layer, q, k, v, sinks: q, rows)
+        finally:
+            self._rows_inside = False
+
+    def _check(self) -> None:
+        """Compare the logits of two short prompts, fed in ragged steps, with the model's own."""
+        prompts = [[token % self.vocab_size for token in prompt] for prompt in _PROMPTS]
+        own = mx.concatenate([self._module(mx.array([p]), cache=make_prompt_cache(self._module))[0] for p in prompts])
+        routed = attempt(lambda: self._ragged(prompts))
+        difference = (routed - own).astype(mx.float32)
+        error = math.sqrt(float(difference.square().mean()))
+        size = math.sqrt(float(own.astype(mx.float32).square().mean()))
+        if not error <= _TOLERANCE.get(self.dtype, 1e-1) * max(size, 1e-6):
+            refuse(f"its logits change when its attention is routed (by {error:.3g}, at a size of {size:.3g})")
+
+    def _ragged(self, prompts: Sequence[Sequence[int]]) -> mx.array:
+        """Logits of every position of two prompts: both in one step, then what is left of the first."""
+        first, second = prompts
+        kv = DenseKV(self.layers)
+        head = mx.array([*first[:4], *second]), mx.array([*range(4), *range(len(second))])
+        both = self(*head, kv.step([0] * 4 + [1] * len(second)))
+        tail = mx.array(first[4:]), mx.arange(4, len(first))
+        rest = len(first) - 4
+        # The last step asks for its rows in two lots, so that picking rows is checked as well.
+        order = mx.array([*range(rest - 1, -1, -1)])
+        last = self(*tail, kv.step([0] * rest), order)[order]
+        return mx.concatenate([both[:4], last, both[4:]])
+
+
+def load(source: Source, *, progress: Progress | None = None) -> Model:
+    """Load a model and find out how to route its attention. Call it in the thread that will run the model.
+
+    `source`: `"smollm2-135m"` (fetched once), the path of a .gguf file, any path or repo id that `mlx_lm.load` takes,
+    or a `(model, tokenizer)` pair whose tokenizer may be None. On a CPU, models loaded by name or path are
+    dequantised to float32, which is several times faster there than 4-bit or bfloat16; a pair is left as it is.
+    `progress(stage, fraction)` is called from this thread.
+
+    Raises UnsupportedModel when attention cannot be routed, ModelUnavailable when files are missing or cannot be
+    fetched, InvalidRequest for a source of the wrong kind.
+    """
+    tell = progress or (lambda stage, fraction: None)
+    if isinstance(source, tuple):
+        model = _from_pair(source)
+    elif source == DEFAULT_MODEL:
+        path = fetch.smollm2(progress=lambda fraction: tell("fetch", fraction))
+        tell("load", 0.0)
+        model = _from_gguf(path, name=DEFAULT_MODEL)
+    elif str(source).endswith(".gguf"):
+        tell("load", 0.0)
+        model = _from_gguf(Path(source).expanduser(), name=Path(source).stem)
+    elif isinstance(source, str | Path):
+        tell("load", 0.0)
+        model = _from_mlx_lm(str(source))
+    else:
+        raise InvalidRequest(
+            f"model must be a name, a path or a (model, tokenizer) pair, not {type(source).__name__}; "
+            f'try model="{DEFAULT_MODEL}"'
+        )
+    tell("load", 1.0)
+    return model
+
+
+def materialise(source: Source) -> None:
+    """Evaluate the parameters of a `(model, tokenizer)` pair; call it in the thread that made the model.
+
+    Arrays that are still lazy belong to that thread's stream and could not be evaluated by the engine. Does nothing
+    for a name or a path.
+    """
+    if isinstance(source, tuple) and source and isinstance(source[0], nn.Module):
+        mx.eval(source[0].parameters())
+
+
+def _from_pair(pair: tuple[Any, ...]) -> Model:
+    if len(pair) != 2 or not isinstance(pair[0], nn.Module):
+        raise InvalidRequest("a model given as objects must be a pair (mlx.nn.Module, tokenizer or None)")
+    module, tokenizer = pair
+    adapted = None if tokenizer is None else adapt(tokenizer)
+    name = getattr(module, "model_type", None) or type(module).__name__
+    return Model(
+        module,
+        name=str(name),
+        tokenizer=adapted,
+        eos_ids=adapted.eos_ids if adapted is not None else frozenset(),
+        max_context=_max_context(getattr(module, "args", None)),
+    )
+
+
+def _from_mlx_lm(source: str) -> Model:
+    try:
+        module, tokenizer, config = load_mlx_lm(source, lazy=True, return_config=True)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and "not supported" in str(error):
+            raise UnsupportedModel(f"mlx-lm has no such architecture: {brief(error)}") from error
+        raise ModelUnavailable(
+            f"cannot load {source!r}: {brief(error)}; give a folder with config.json and weights, a .gguf file, "
+            f'or model="{DEFAULT_MODEL}"'
+        ) from error
+    if _on_cpu():
+        _to_float32(module)
+    mx.eval(module.parameters())
+    adapted = adapt(tokenizer)
+    return Model(
+        module,
+        name=source,
+        tokenizer=adapted,
+        eos_ids=adapted.eos_ids,
+        max_context=_max_context(config),
+    )
+
+
+def _from_gguf(path: Path, *, name: str) -> Model:
+    file = gguf.read(path)
+    module = llama.Model(llama.ModelArgs(**file.llama_args()))
+    weights = file.weights(float32=_on_cpu())
+    bits = file.quantised()
+    if bits and not _on_cpu():
+        nn.quantize(module, class_predicate=lambda path, _: bits.get(path, False))
+    module.load_weights(list(weights.items()))
+    module.eval()
+    mx.eval(module.parameters())
+    return Model(
+        module,
+        name=name,
+        tokenizer=file.tokenizer(),
+        eos_ids=file.eos_ids,
+        max_context=file.max_context,
+    )
+
+
+def _on_cpu() -> bool:
+    return mx.default_device().type == mx.DeviceType.cpu
+
+
+def _to_float32(module: nn.Module) -> None:
+    dequantize_model(module)
+    module.update(
+        tree_map(lambda a: a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a, module.parameters())
+    )
+
+
+def _rotation(layer: int, cache: Any) -> int | None:
+    """The window that a layer's own cache keeps, None for all positions."""
+    if type(cache) is KVCache:
+        return None
+    if type(cache) is RotatingKVCache:
+        if cache.keep:
+            refuse(f"layer {layer} keeps its first {cache.keep} positions beside a sliding window")
+        return int(cache.max_size)
+    return refuse(
+        f"layer {layer} keeps its state in a {type(cache).__name__}, not in keys and values of every position"
+    )
+
+
+def _max_context(config: Any) -> int | None:
+    """The longest context that a configuration (a mapping or an object) names."""
+    for scope in (config, _field(config, "text_config")):
+        for name in _CONTEXT_NAMES:
+            value = _field(scope, name)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def _field(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)

@@ -1,0 +1,241 @@
+"""Routes the attention of an mlx-lm style model to a function of ours, leaving other users of the model alone.
+
+Every token of a step is fed as a batch row of length one (`[T, 1]`), so a ragged batch needs no padding. Each layer
+gets a `LayerCache`. The model's own modules call `scaled_dot_product_attention(q, k, v, cache=...)`; that name is
+replaced in them by a dispatcher that looks at the cache's type: ours goes to `LayerCache.attend`, any other to the
+original function.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .errors import UnsupportedModel
+
+Attend = Callable[[int, mx.array, mx.array, mx.array, "mx.array | None"], mx.array]
+"""`attend(layer, q, k, v, sinks)`: q `[T, heads, head_dim]`, k and v `[T, kv_heads, head_dim]`, sinks `[heads]` or
+None; returns `[T, heads, head_dim]`."""
+
+HOOK = "scaled_dot_product_attention"
+
+
+class Mask:
+    """Stands for the attention mask that a model asks its cache for and hands back to the attention call.
+
+    It is no array: a model that computes with it fails at load instead of attending to the wrong positions.
+    """
+
+    __slots__ = ("window",)
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+
+
+class Step:
+    """What the layer caches of one forward pass share."""
+
+    __slots__ = ("attend", "calls", "positions", "rows")
+
+    def __init__(self) -> None:
+        self.positions: mx.array | int = 0
+        self.attend: Attend | None = None
+        self.rows: mx.array | None = None
+        self.calls = 0
+
+
+class LayerCache:
+    """The cache of one layer as a model sees it. `attend` is what the dispatcher calls."""
+
+    def __init__(self, layer: int, step: Step) -> None:
+        self.layer = layer
+        self.step = step
+        self._stored: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def offset(self) -> mx.array | int:
+        """int32 `[T]`: the position of every row."""
+        return self.step.positions
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
+        return Mask(window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._stored = keys, values
+        return keys, values
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any = None,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        """`queries` `[T, heads, 1, head_dim]`, `keys` and `values` `[T, kv_heads, 1, head_dim]`."""
+        self._take(keys, values)
+        step = self.step
+        if step.attend is None:
+            refuse("it attends outside of a step")
+        step.calls += 1
+        return step.attend(self.layer, queries.squeeze(2), keys.squeeze(2), values.squeeze(2), sinks)[:, :, None]
+
+    def _take(self, keys: mx.array, values: mx.array) -> None:
+        stored, self._stored = self._stored, None
+        if stored is None or stored[0] is not keys or stored[1] is not values:
+            refuse(f"layer {self.layer} attends to other keys and values than those it stores in its cache")
+
+
+class Probe(LayerCache):
+    """Records what a layer passes to the attention call; used at load, with one row of several tokens."""
+
+    def __init__(self, layer: int, step: Step, max_size: int | None) -> None:
+        super().__init__(layer, step)
+        self.max_size = max_size
+        self.call: dict[str, Any] | None = None
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
+        return Mask(window_size or self.max_size)
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any = None,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        self._take(keys, values)
+        if self.call is not None:
+            refuse(f"layer {self.layer} attends more than once")
+        if not isinstance(mask, Mask):
+            refuse(f"layer {self.layer} attends under a mask of its own")
+        self.call = {
+            "queries": queries,
+            "keys": keys,
+            "values": values,
+            "scale": scale,
+            "window": mask.window,
+            "sinks": sinks,
+            "softcap": softcap,
+        }
+        return mx.zeros((*queries.shape[:-1], values.shape[-1]), queries.dtype)
+
+
+def refuse(reason: str) -> NoReturn:
+    """Raise `UnsupportedModel` with the sentence that all refusals share."""
+    raise UnsupportedModel(
+        f"this model cannot be served from blocks: {reason}. Use a decoder-only model with full "
+        "or sliding-window attention, such as a Llama, Qwen, Mistral, Phi or Gemma"
+    )
+
+
+class Patch:
+    """The replaced attention functions and classes of one model; `restore` puts them back once nobody needs them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [m for m in _python_modules(model.modules()) if hasattr(m, HOOK)]
+        self._swapped: list[nn.Module] = []
+        for module in self._modules:
+            _hooks.acquire(module)
+
+    @property
+    def hooked(self) -> bool:
+        return bool(self._modules) or bool(self._swapped)
+
+    def swap(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        """Make `module(...)` run `call(original, module, ...)`."""
+        base = type(module)
+
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return call(base.__call__, self, *args, **kwargs)
+
+        namespace = {"__call__": __call__, "__module__": base.__module__, "__qualname__": base.__qualname__}
+        module.__class__ = type(base.__name__, (base,), namespace)
+        self._swapped.append(module)
+
+    def unswap(self, module: nn.Module) -> None:
+        """Undo the latest `swap` of `module`."""
+        module.__class__ = type(module).__bases__[0]
+        self._swapped.remove(module)
+
+    def restore(self) -> None:
+        """Undo everything; a second call does nothing."""
+        for module in reversed(self._swapped):
+            module.__class__ = type(module).__bases__[0]
+        self._swapped.clear()
+        for python_module in self._modules:
+            _hooks.release(python_module)
+        self._modules.clear()
+
+
+class _Hooks:
+    """Reference-counted replacements of the attention function, shared by all models of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[ModuleType, tuple[Any, int]] = {}
+
+    def acquire(self, module: ModuleType) -> None:
+        with self._lock:
+            original, count = self._held.get(module, (getattr(module, HOOK), 0))
+            if count == 0:
+                setattr(module, HOOK, _dispatcher(original))
+            self._held[module] = original, count + 1
+
+    def release(self, module: ModuleType) -> None:
+        with self._lock:
+            original, count = self._held.pop(module)
+            if count > 1:
+                self._held[module] = original, count - 1
+            else:
+                setattr(module, HOOK, original)
+
+
+_hooks = _Hooks()
+
+
+def _dispatcher(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def dispatch(queries: Any, keys: Any, values: Any, cache: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(cache, LayerCache):
+            return cache.attend(queries, keys, values, *args, **kwargs)
+        return original(queries, keys, values, cache, *args, **kwargs)
+
+    return dispatch
+
+
+def _python_modules(modules: Iterable[nn.Module]) -> list[ModuleType]:
+    """The Python modules that define the classes of `modules`, bases included."""
+    names = {base.__module__ for module in modules for base in type(module).__mro__}
+    return [sys.modules[name] for name in sorted(names) if name in sys.modules]
+
+
+def take_rows(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A `Patch.swap` call for the module below the output head: keep only the rows whose logits are wanted.
+
+    `[T, 1, hidden]` becomes `[R, 1, hidden]`; calls without our caches pass through.
+    """
+    hidden = original(module, *args, **kwargs)
+    step = _step_of((*args, *kwargs.values()))
+    if step is None or step.rows is None:
+        return hidden
+    return mx.take(hidden, step.rows, axis=0)
+
+
+def _step_of(values: Sequence[Any]) -> Step | None:
+    for value in values:
+        if isinstance(value, list) and value and isinstance(value[0], LayerCache):
+            return value[0].step
+    return None

@@ -1,0 +1,36 @@
+"""Models that cap their attention scores by hand instead of calling the common attention function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from .routing import LayerCache
+
+
+def gemma2_attention(
+    original: Callable[..., mx.array], module: Any, x: mx.array, mask: Any = None, cache: Any = None
+) -> mx.array:
+    """Gemma 2's attention with the scores left to the cache; calls without our cache run the model's own code."""
+    if not isinstance(cache, LayerCache):
+        return original(module, x, mask, cache)
+    batch, length, _ = x.shape
+
+    def heads(projected: mx.array, count: int) -> mx.array:
+        return projected.reshape(batch, length, count, module.head_dim).transpose(0, 2, 1, 3)
+
+    queries = module.rope(heads(module.q_proj(x), module.n_heads), offset=cache.offset)
+    keys = module.rope(heads(module.k_proj(x), module.n_kv_heads), offset=cache.offset)
+    keys, values = cache.update_and_fetch(keys, heads(module.v_proj(x), module.n_kv_heads))
+    output = cache.attend(
+        queries, keys, values, scale=module.scale, mask=mask, softcap=float(module.attn_logit_softcapping)
+    )
+    return module.o_proj(output.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+
+
+ATTENTION: dict[tuple[str, str], Callable[..., mx.array]] = {
+    ("mlx_lm.models.gemma2", "Attention"): gemma2_attention,
+}
+"""Replacements for `Patch.swap`, by the module and the name of the class whose `__call__` they stand in for."""
