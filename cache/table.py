@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+
 from pagefork.cache.blocks import Ids, IdsLike
 
 
