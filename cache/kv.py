@@ -157,6 +157,10 @@ class PagedKVCache:
         self._order[layer] = out
         return out
 
+    def pending(self) -> list[mx.array]:
+        """What a step must evaluate for its writes to happen: every pool, and what last read or wrote it."""
+        return [*self._k, *self._v, *(order for order in self._order if order is not None)]
+
     def read(self, layer: int, table_ids: mx.array | Ids, length: int) -> tuple[mx.array, mx.array]:
         """The first `length` positions of a table as contiguous K and V, each `[length, kv_heads, head_dim]`.
 
