@@ -11,9 +11,23 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import cache
+from pathlib import Path
+
 import mlx.core as mx
 
-from pagefork.kernels.spec import Attention, KernelSpec
+from pagefork.kernels.spec import Attention, KernelSpec, Output
+
+SHARED_MEMORY = 227 * 1024
+"""What one block may take of a multiprocessor of compute capability 9.0."""
+
+Template = tuple[tuple[str, mx.Dtype | int | bool], ...]
+
+_RESERVED = 1024  # shared memory that the system keeps for each block
+_MAX_STAGES = 6
+_MERGE_THREADS = 128
+_WRITE_THREADS = 128
 
 
 def write_kv_spec(
@@ -21,15 +35,173 @@ def write_kv_spec(
 ) -> KernelSpec:
     """One launch that writes `rows` rows of K and V and performs `copies` block copies in place.
 
-    Inputs `k_pool, v_pool, k, v, slots, copies, order`; output `order` `[8]` of `dtype`, zeros.
+    Inputs `k_pool, v_pool, k, v, slots, copies, order`; output `written` `[8]` of `dtype`, zeros: the next `order`.
     """
-    raise NotImplementedError
+    _check(dtype, head_dim, block_size)
+    return _spec(
+        "write_kv",
+        ("schedule", "write_kv"),
+        "pagefork::write_kv<T, ROW, BLOCK>(k_pool, v_pool, k, v, slots, copies, slots_shape[0], written);",
+        ("k_pool", "v_pool", "k", "v", "slots", "copies", "order"),
+        (Output("written", (8,), dtype),),
+        (("T", dtype), ("ROW", kv_heads * head_dim), ("BLOCK", block_size)),
+        blocks=rows + copies * block_size,
+        threads=_WRITE_THREADS,
+    )
 
 
-def decode_specs(case: Attention, *, rows: int, max_blocks: int, max_length: int, cores: int) -> tuple[KernelSpec, ...]:
+def decode_specs(
+    case: Attention,
+    *,
+    rows: int,
+    max_blocks: int,
+    max_length: int,
+    cores: int,
+    shared_memory: int = SHARED_MEMORY,
+) -> tuple[KernelSpec, ...]:
     """The launches of one decode attention, in order; the last one puts out `out` `[rows, heads, head_dim]`.
 
-    `max_blocks`: the tables' width. `max_length`: an upper bound of the lengths. `cores`: multiprocessors of the device.
-    `sinks` is an input where `case.sinks`; `order` is an input of the first launch.
+    `max_blocks`: the tables' width. `max_length`: an upper bound of the lengths. `cores`: multiprocessors of the
+    device. `shared_memory`: bytes that a block may take. `sinks` is an input where `case.sinks`; `order` is an input
+    of the first launch. The work is dealt out on the device by the lengths themselves, so `max_blocks` and
+    `max_length` change nothing here.
     """
-    raise NotImplementedError
+    _check(case.dtype, case.head_dim, case.block_size)
+    parts = _parts(case)
+    segments, group = case.kv_heads * parts, case.heads // case.kv_heads // parts
+    per_core, warps, stages, shared = _shape(case, group, shared_memory)
+    grid = cores * per_core
+    partials = (rows * segments + grid, group)
+    warp = "FmaWarp" if case.dtype == mx.float32 else "MmaWarp"
+    attend = _spec(
+        "decode",
+        ("schedule", "tile", "fma" if case.dtype == mx.float32 else "mma", "decode"),
+        f"using Warp = pagefork::{warp}<T, D, GROUP, SOFTCAP>;\n"
+        "pagefork::Decode<Warp, T, D, BLOCK, KV_HEADS, GROUP, PARTS, WARPS, STAGES, SOFTCAP> step"
+        "{k_pool, v_pool, tables, tables_shape[1]};\n"
+        "step.run(q, lengths, params, q_shape[0], partial, partial_sums, WINDOW);",
+        ("q", "k_pool", "v_pool", "tables", "lengths", "params", "order"),
+        (
+            Output("partial", (*partials, case.head_dim), mx.float32),
+            Output("partial_sums", (*partials, 2), mx.float32),
+        ),
+        (
+            ("T", case.dtype),
+            ("D", case.head_dim),
+            ("BLOCK", case.block_size),
+            ("KV_HEADS", case.kv_heads),
+            ("GROUP", group),
+            ("PARTS", parts),
+            ("WARPS", warps),
+            ("STAGES", stages),
+            ("WINDOW", case.window),
+            ("SOFTCAP", case.softcap),
+        ),
+        blocks=grid,
+        threads=warps * 32,
+        shared_memory=shared,
+    )
+    merge = _spec(
+        "merge",
+        ("schedule", "tile", "merge"),
+        "pagefork::Merge<T, D, SEGMENTS, GROUP, LEAST, SINKS>::run(\n"
+        f"    partial, partial_sums, lengths, params, {'sinks' if case.sinks else 'nullptr'},"
+        " lengths_shape[0], GRID, WINDOW, out);",
+        ("partial", "partial_sums", "lengths", "params", *(("sinks",) if case.sinks else ())),
+        (Output("out", (rows, case.heads, case.head_dim), case.dtype),),
+        (
+            ("T", case.dtype),
+            ("D", case.head_dim),
+            ("SEGMENTS", segments),
+            ("GROUP", group),
+            ("LEAST", warps),
+            ("GRID", grid),
+            ("WINDOW", case.window),
+            ("SINKS", case.sinks),
+        ),
+        blocks=rows * case.heads,
+        threads=_MERGE_THREADS,
+    )
+    return attend, merge
+
+
+def _check(dtype: mx.Dtype, head_dim: int, block_size: int) -> None:
+    if dtype not in (mx.float16, mx.bfloat16, mx.float32):
+        raise ValueError(f"the CUDA kernels take float16, bfloat16 and float32, not {dtype}")
+    if head_dim % 16 or not 16 <= head_dim <= 256:
+        raise ValueError(f"the CUDA kernels take head dims that are multiples of 16 up to 256, not {head_dim}")
+    if block_size != 8 and (block_size % 16 or block_size < 1):
+        raise ValueError(f"the CUDA kernels take blocks of 8 or of a multiple of 16 positions, not {block_size}")
+
+
+def _parts(case: Attention) -> int:
+    """Into how many parts a group of query heads must be cut so that a warp's state fits its registers."""
+    group = case.heads // case.kv_heads
+    return next(parts for parts in range(1, group + 1) if group % parts == 0 and _values(case, group // parts) <= 128)
+
+
+def _values(case: Attention, group: int) -> int:
+    """Float32 sums that a lane holds."""
+    if case.dtype == mx.float32:
+        return group * -(-case.head_dim // 32)
+    return -(-group // 8) * case.head_dim // 4
+
+
+def _shape(case: Attention, group: int, shared_memory: int) -> tuple[int, int, int, int]:
+    """(blocks a multiprocessor, warps a block, stages a warp, bytes a block): the most that shared memory can feed."""
+    row = case.head_dim * case.dtype.size
+    tile = 16 * (row if row % 128 == 0 else row + 16)
+    heads = group if case.dtype == mx.float32 else -(-group // 8) * 8
+    for per_core, warps in ((2, 4), (1, 4), (1, 2), (1, 1)):
+        limit = (shared_memory + _RESERVED) // per_core - _RESERVED
+        fixed = warps * (_values(case, group) * 32 + heads * 2) * 4
+        stages = min(_MAX_STAGES, (limit - fixed) // (warps * 2 * tile))
+        if stages >= 2 or (warps == 1 and stages == 1):
+            return per_core, warps, stages, fixed + warps * stages * 2 * tile
+    raise ValueError(f"{shared_memory} bytes of shared memory are too few for {case}")
+
+
+def _spec(
+    kind: str,
+    headers: tuple[str, ...],
+    source: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[Output, ...],
+    template: Template,
+    *,
+    blocks: int,
+    threads: int,
+    shared_memory: int = 0,
+) -> KernelSpec:
+    header = "".join(_text(name) for name in headers)
+    return KernelSpec(
+        name=_name(kind, template, _digest(header, source)),
+        source=source,
+        header=header,
+        inputs=inputs,
+        outputs=outputs,
+        template=template,
+        grid=(blocks * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        shared_memory=shared_memory,
+    )
+
+
+@cache
+def _text(name: str) -> str:
+    return (Path(__file__).parent / "cuda" / f"{name}.cu").read_text(encoding="utf-8")
+
+
+@cache
+def _digest(header: str, source: str) -> str:
+    """MLX keeps compiled kernels on disk by name, so a name must change with the text too."""
+    return hashlib.sha256((header + source).encode()).hexdigest()[:8]
+
+
+def _name(kind: str, template: Template, digest: str) -> str:
+    values = (f"{key.lower()}{_label(value)}" for key, value in template)
+    return f"pagefork_{kind}_{'_'.join(values)}_{digest}"
+
+
+def _label(value: mx.Dtype | int | bool) -> str:
+    return str(value).rpartition(".")[2] if isinstance(value, mx.Dtype) else str(int(value))

@@ -25,6 +25,16 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Pools:
+    """What is compiled into a writing kernel."""
+
+    dtype: mx.Dtype
+    kv_heads: int
+    head_dim: int
+    block_size: int
+
+
+@dataclass(frozen=True)
 class Output:
     """One output array of a launch."""
 
