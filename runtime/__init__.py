@@ -1,1 +1,45 @@
 """Actors, the public async API, models."""
+
+from pagefork.runtime import blas as blas  # first: it must load before MLX does
+from pagefork.runtime.api import Runtime, Sequence, Stats
+from pagefork.runtime.beam import Beam, BeamSearchParams, Past
+from pagefork.runtime.errors import (
+    BlocksLeaked,
+    ContextOverflow,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelUnavailable,
+    PageforkError,
+    PoolExhausted,
+    RuntimeClosed,
+    SequenceBusy,
+    SequenceClosed,
+    UnsupportedModel,
+    WorkerDied,
+)
+from pagefork.runtime.generation import Generation, Step
+from pagefork.runtime.messages import SamplingParams
+
+__all__ = [
+    "Beam",
+    "BeamSearchParams",
+    "BlocksLeaked",
+    "ContextOverflow",
+    "DeadlineExceeded",
+    "Generation",
+    "InvalidRequest",
+    "ModelUnavailable",
+    "PageforkError",
+    "Past",
+    "PoolExhausted",
+    "Runtime",
+    "RuntimeClosed",
+    "SamplingParams",
+    "Sequence",
+    "SequenceBusy",
+    "SequenceClosed",
+    "Stats",
+    "Step",
+    "UnsupportedModel",
+    "WorkerDied",
+]

@@ -95,6 +95,7 @@ class Actor:
     def __init__(self, name: str, capacity: int = 1024) -> None:
         self.name = name
         self.dead: PageforkError | None = None
+        self.serving: Envelope | None = None
         self._capacity = capacity
         self._urgent: deque[Envelope] = deque()
         self._normal: deque[Envelope] = deque()
@@ -110,31 +111,38 @@ class Actor:
         """Serve one message; what it returns answers an `ask`. A PageforkError goes to the asker."""
         raise PageforkError(f"{self.name} does not take {type(message).__name__}")
 
+    def epitaph(self, error: BaseException | None) -> PageforkError:
+        """What `ask` raises once the actor crashed with `error`, or has stopped."""
+        if error is not None:
+            return WorkerDied(f"the {self.name} crashed: {error!r}; leave this runtime and open another")
+        return WorkerDied(f"the {self.name} has stopped; open another runtime")
+
     async def run(self) -> None:
         """Serve messages until cancelled or crashed. Then every waiting and later `ask` fails at once."""
         try:
             while True:
                 await self.serve(await self.next())
         except Exception as error:
-            self.die(WorkerDied(f"{self.name} crashed: {error!r}; leave this runtime and open another"), error)
+            self.die(self.epitaph(error), error)
             raise
         finally:
-            self.die(WorkerDied(f"{self.name} has stopped; open another runtime"))
+            self.die(self.epitaph(None))
 
     async def serve(self, envelope: Envelope) -> None:
+        self.serving = envelope
         try:
             value = await self.handle(envelope.message)
         except PageforkError as error:
             if envelope.reply is None:
                 raise
             envelope.reply.fail(error)
-        except BaseException:
-            if envelope.reply is not None:
-                envelope.reply.fail(WorkerDied(f"{self.name} crashed or stopped while it served this call"))
+        except Exception as error:
+            self.die(self.epitaph(error), error)
             raise
         else:
             if envelope.reply is not None:
                 envelope.reply.set(value)
+            self.serving = None
 
     async def next(self) -> Envelope:
         """The next envelope, urgent ones first."""
@@ -218,11 +226,12 @@ class Actor:
             return
         self.dead = reason
         reason.__cause__ = cause
-        for lane in (self._urgent, self._normal):
-            for envelope in lane:
-                if envelope.reply is not None:
-                    envelope.reply.fail(reason)
-            lane.clear()
+        serving = [] if self.serving is None else [self.serving]
+        for envelope in (*serving, *self._urgent, *self._normal):
+            if envelope.reply is not None:
+                envelope.reply.fail(reason)
+        self._urgent.clear()
+        self._normal.clear()
         while self._room:
             self._room.popleft().set()
 

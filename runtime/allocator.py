@@ -7,7 +7,7 @@ from typing import Any
 from pagefork.cache.blocks import BlockPool, BlocksExhausted
 from pagefork.cache.ledger import Ledger
 from pagefork.runtime.actor import Actor
-from pagefork.runtime.messages import Copied, Exhausted, Granted, Message, Release, Reserve, Share, Shrink
+from pagefork.runtime.messages import Audit, Copied, Exhausted, Granted, Message, Release, Reserve, Share, Shrink
 
 
 class Allocator(Actor):
@@ -34,6 +34,9 @@ class Allocator(Actor):
                 ledger.copied(owner)
             case Release(owner=owner):
                 ledger.release(owner)
+            case Audit():
+                ledger.check()
+                return ledger.pool.num_free
             case _:
                 return await super().handle(message)
         return None

@@ -16,8 +16,9 @@ import structlog
 
 from pagefork.cache.kv import PagedKVCache
 from pagefork.runtime.messages import Message, StepDone, StepFailed
-from pagefork.runtime.models import Model
+from pagefork.runtime.models import Model, Progress, Source, load
 from pagefork.runtime.sampling import Sampling, best, log_softmax, sample
+from pagefork.runtime.tokenizer import Tokenizer
 
 log = structlog.get_logger("pagefork")
 Ints = npt.NDArray[np.int32]
@@ -66,8 +67,24 @@ class StepResult:
     top_logprobs: npt.NDArray[np.float32] | None = None
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the actors need to know of an engine. depth: steps that may be in flight; kv_bytes: those of all pools."""
+
+    name: str
+    vocab_size: int
+    max_context: int
+    eos_ids: frozenset[int]
+    tokenizer: Tokenizer | None
+    layers: int
+    depth: int
+    kv_bytes: int
+
+
 class StepEngine(Protocol):
     """What the thread drives; tests put engines of their own behind it."""
+
+    facts: Facts
 
     def launch(self, plan: StepPlan) -> None:
         """Queue a step on the device."""
@@ -76,13 +93,26 @@ class StepEngine(Protocol):
         """Wait for the oldest launched step that was not collected."""
 
     def read_kv(self, layer: int, table: Ints, length: int) -> tuple[Any, Any]:
-        """K and V of the first `length` positions of a table, `[length, kv_heads, head_dim]`."""
+        """K and V of the first `length` positions of a table, float32 `[length, kv_heads, head_dim]`."""
+
+    def close(self) -> None:
+        """Undo what loading changed outside; called last, in the thread."""
 
 
 class Engine:
-    """A model and its block pools."""
+    """A model and its block pools. `depth`: how many steps may be in flight, see Worker."""
 
-    def __init__(self, model: Model, kv: PagedKVCache) -> None:
+    def __init__(self, model: Model, kv: PagedKVCache, depth: int) -> None:
+        self.facts = Facts(
+            name=model.name,
+            vocab_size=model.vocab_size,
+            max_context=model.max_context or 1 << 30,
+            eos_ids=model.eos_ids,
+            tokenizer=model.tokenizer,
+            layers=len(model.layers),
+            depth=depth,
+            kv_bytes=kv.nbytes,
+        )
         self._model = model
         self._kv = kv
         self._flights: deque[tuple[mx.array, ...]] = deque()
@@ -113,6 +143,9 @@ class Engine:
     def read_kv(self, layer: int, table: Ints, length: int) -> tuple[Any, Any]:
         k, v = self._kv.read(layer, mx.array(table), length)
         return np.array(k.astype(mx.float32)), np.array(v.astype(mx.float32))
+
+    def close(self) -> None:
+        self._model.restore()
 
     def _tokens(self, plan: StepPlan) -> mx.array:
         tokens = mx.array(plan.tokens)
@@ -163,7 +196,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="pagefork-engine", daemon=True)
 
     def start(self, ready: Callable[[Any, BaseException | None], None]) -> None:
-        """Start the thread; `ready(engine, error)` is called in it once `build` has returned or failed."""
+        """Start the thread; `ready(facts, error)` is called in it once `build` has returned or failed."""
         self._ready = ready
         self._thread.start()
 
@@ -194,13 +227,15 @@ class EngineThread:
         except BaseException as error:
             self._ready(None, error)
             return
-        self._ready(engine, None)
+        self._ready(engine.facts, None)
         try:
             self._serve(engine)
         except BaseException as error:
             log.error("engine_failed", error=repr(error))
             self._post(StepFailed(error))
             self._refuse_calls(error)
+        finally:
+            engine.close()
 
     def _serve(self, engine: StepEngine) -> None:
         while True:
@@ -224,3 +259,18 @@ class EngineThread:
         while (command := self._queue.get()) != "stop":
             if isinstance(command, _Call):
                 command.done(None, error)
+
+
+def build(source: Source, blocks: int, block_size: int, progress: Progress | None) -> Engine:
+    """Load a model and allocate its pools; call it in the engine's thread."""
+    model = load(source, progress=progress)
+    kv = PagedKVCache(blocks, block_size, [(s.kv_heads, s.head_dim) for s in model.layers], model.dtype)
+    log.info(
+        "model_loaded",
+        model=model.name,
+        layers=len(model.layers),
+        weights_mb=round(model.weight_bytes / 1e6),
+        kv_mb=round(kv.nbytes / 1e6),
+        device=str(mx.default_device()),
+    )
+    return Engine(model, kv, depth=1)

@@ -122,7 +122,7 @@ class GGUF:
             elif leaf == "weight":
                 scales = self._tensors[f"{module}.scales"].astype(mx.float32)
                 biases = self._tensors[f"{module}.biases"].astype(mx.float32)
-                result[name] = mx.dequantize(array, scales, biases, **quantised[module])
+                result[name] = mx.dequantize(array, scales, biases, GROUP_SIZE, quantised[module]["bits"])
         return result
 
     def tokenizer(self) -> FastTokenizer:

@@ -103,15 +103,16 @@ class Lanes:
 
 
 class Job:
-    """One Submit being served; `planned` of its tokens are in a step that was launched."""
+    """One Submit being served; `planned` of its tokens are in a step that was launched. `over`: plan no more of it."""
 
-    __slots__ = ("copies", "lane", "planned", "stream", "submit")
+    __slots__ = ("copies", "lane", "over", "planned", "stream", "submit")
 
     def __init__(self, lane: int, submit: Submit, stream: Stream) -> None:
         self.lane = lane
         self.submit = submit
         self.stream = stream
         self.planned = 0
+        self.over = False
         self.copies = submit.copies
 
     @property

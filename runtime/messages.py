@@ -130,6 +130,10 @@ class Release(Message, frozen=True):
     owner: int
 
 
+class Audit(Message, frozen=True):
+    """Supervisor -> Allocator: check the ledger; answered with how many blocks are free."""
+
+
 # Sequence -> Worker
 
 
@@ -141,10 +145,10 @@ class Submit(Message, frozen=True):
     """
 
     owner: int
-    start: int
-    tokens: list[int]
-    table: list[int]
-    limit: int
+    start: int = 0
+    tokens: list[int] = []
+    table: list[int] = []
+    limit: int = 0
     copies: list[tuple[int, int, int]] = []
     end: int = 0
     params: SamplingParams | None = None
@@ -163,9 +167,10 @@ class Extend(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Drop the owner's job; answered when no step in flight names it."""
+    """Drop the owner's job; answered when no step in flight names it. `pause`: its stream does not end."""
 
     owner: int
+    pause: bool = False
 
 
 # Engine -> Worker

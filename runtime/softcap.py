@@ -27,7 +27,8 @@ def gemma2_attention(
     output = cache.attend(
         queries, keys, values, scale=module.scale, mask=mask, softcap=float(module.attn_logit_softcapping)
     )
-    return module.o_proj(output.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+    projected: mx.array = module.o_proj(output.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+    return projected
 
 
 ATTENTION: dict[tuple[str, str], Callable[..., mx.array]] = {

@@ -12,10 +12,23 @@ class Stream:
 
     A reader that lags finds several tokens at once. `read` is what the reader has taken, and so how long the
     sequence is for its owner; what was computed past it is dropped when the reader leaves. `computed`: how many
-    positions hold valid K and V, set once no step in flight names the job.
+    positions hold valid K and V, set once no step in flight names the job. `limit`: positions below it are leased;
+    at `renew_at` tokens read the reader asks for more.
     """
 
-    __slots__ = ("computed", "error", "finish", "logprobs", "read", "signal", "tokens", "top", "waiting")
+    __slots__ = (
+        "computed",
+        "error",
+        "finish",
+        "limit",
+        "logprobs",
+        "read",
+        "renew_at",
+        "signal",
+        "tokens",
+        "top",
+        "waiting",
+    )
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -24,7 +37,9 @@ class Stream:
         self.finish: str | None = None
         self.error: BaseException | None = None
         self.computed: int | None = None
+        self.limit = 0
         self.read = 0
+        self.renew_at: int | None = None
         self.waiting = False
         self.signal = Signal()
 
@@ -64,3 +79,8 @@ class Stream:
             finally:
                 self.waiting = False
         return True
+
+    def cut(self) -> None:
+        """Drop what was not read; the reader finds the end."""
+        del self.tokens[self.read :], self.logprobs[self.read :]
+        self.end("cancelled")

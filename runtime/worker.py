@@ -10,7 +10,7 @@ import numpy as np
 
 from pagefork.runtime.actor import Actor, Envelope, Reply
 from pagefork.runtime.engine import EngineThread, StepResult
-from pagefork.runtime.errors import PageforkError, WorkerDied
+from pagefork.runtime.errors import PageforkError
 from pagefork.runtime.lanes import Job, Lanes
 from pagefork.runtime.messages import Cancel, Copied, Extend, Message, StepDone, StepFailed, Submit
 from pagefork.runtime.planner import Flight, Planner
@@ -65,17 +65,17 @@ class Worker(Actor):
                 await self._drain()
                 self._advance()
         except Exception as error:
-            self.die(WorkerDied(f"the worker crashed: {error!r}; leave this runtime and open another"), error)
+            self.die(self.epitaph(error), error)
             raise
         finally:
-            self.die(WorkerDied("the worker has stopped; open another runtime"))
+            self.die(self.epitaph(None))
 
     async def serve(self, envelope: Envelope) -> None:
         match envelope.message:
             case Submit() as submit:
                 self._waiting[submit.owner] = (submit, envelope.reply)
-            case Cancel(owner=owner):
-                self._cancel(owner, envelope.reply)
+            case Cancel(owner=owner, pause=pause):
+                self._cancel(owner, None if pause else "cancelled", envelope.reply)
             case Extend(owner=owner, first=first, ids=ids, limit=limit):
                 if (job := self._jobs.get(owner)) is not None:
                     self._lanes.set_table(job.lane, first, ids)
@@ -137,7 +137,7 @@ class Worker(Actor):
             self._copied(Copied(owner))
         ids, logprobs, ends = result.ids.tolist(), result.logprobs.tolist(), (flight.positions + 1).tolist()
         for row, job in enumerate(flight.sampled):
-            if job.stream.done:
+            if job.over:
                 continue
             if job.submit.params is None:
                 self._end(job, "done", _top(result, row, job.submit.topk))
@@ -151,32 +151,35 @@ class Worker(Actor):
         for job in flight.named:
             if not job.wants_logits and job.prompt_planned:
                 self._end(job, "done")
-            if job.stream.done:
-                self._close_if_landed(job)
+            self._close_if_landed(job)
 
-    def _cancel(self, owner: int, reply: Reply) -> None:
+    def _cancel(self, owner: int, finish: str | None, reply: Reply) -> None:
         waiting = self._waiting.pop(owner, None)
         if waiting is not None:
             submit, stream = waiting
-            stream.end("cancelled")
             self._settle(submit, stream, submit.start, bool(submit.copies))
+            if finish is not None:
+                stream.end(finish)
         job = self._jobs.get(owner)
         if job is None:
             reply.set(None)
             return
         self._cancels[owner] = reply
-        self._end(job, "cancelled")
+        self._end(job, finish)
         self._close_if_landed(job)
 
-    def _end(self, job: Job, finish: str, top: list[tuple[int, float]] | None = None) -> None:
-        if not job.stream.done or finish == "cancelled":
+    def _end(self, job: Job, finish: str | None, top: list[tuple[int, float]] | None = None) -> None:
+        """Plan no more of a job; unless it is paused its stream ends."""
+        if not job.over:
+            job.over = True
             self._planner.stop(job)
+        if finish is not None:
             job.stream.end(finish, top=top)
 
     def _close_if_landed(self, job: Job) -> None:
-        """Free the lane of an ended job unless a step in flight names it."""
+        """Free the lane of a job that is over, unless a step in flight names it."""
         owner = job.submit.owner
-        if self._lanes.flights[job.lane] or self._jobs.get(owner) is not job:
+        if not job.over or self._lanes.flights[job.lane] or self._jobs.get(owner) is not job:
             return
         self._settle(job.submit, job.stream, int(self._lanes.computed[job.lane]), bool(job.copies))
         self._lanes.close(job.lane)

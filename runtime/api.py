@@ -1,0 +1,319 @@
+"""The public face: Runtime and Sequence."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from pagefork.runtime.beam import Beam, BeamSearchParams, OnStep, search
+from pagefork.runtime.engine import build
+from pagefork.runtime.errors import ContextOverflow, InvalidRequest, RuntimeClosed
+from pagefork.runtime.generation import Generation
+from pagefork.runtime.house import House
+from pagefork.runtime.messages import Append, Close, Fork, ReadKV, SamplingParams, TopK, Truncate
+from pagefork.runtime.models import DEFAULT_MODEL, Progress, Source, materialise
+from pagefork.runtime.sequence import SequenceActor
+from pagefork.runtime.supervisor import Options, running
+from pagefork.runtime.tokenizer import Tokenizer
+
+Prompt = str | Iterable[int]
+
+
+class Stats(Struct, frozen=True):
+    """Counts since the runtime was opened, unless they say what is now.
+
+    blocks_*: now, but for the peak; referenced blocks are held by sequences or pinned by copies, cached ones are kept
+    for reuse. copies: blocks copied on write, copied_bytes over all layers. steps: forward passes. tokens: sampled.
+    """
+
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_referenced: int
+    blocks_peak: int
+    block_bytes: int
+    copies: int
+    copied_bytes: int
+    steps: int
+    tokens: int
+    prompt_tokens: int
+    sequences: int
+    forks: int
+    jobs: int
+    allocator_queue: int
+    worker_queue: int
+
+
+class Sequence:
+    """A live sequence: made by `Runtime.sequence` or `fork`, ended by `close`.
+
+    Methods may be called from any task of the runtime's event loop; they take effect one after another. One that is
+    cancelled or raises took no effect, unless its docstring says more. All raise SequenceClosed after `close`, and
+    WorkerDied when the runtime has crashed.
+    """
+
+    def __init__(self, actor: SequenceActor, house: House) -> None:
+        self._actor = actor
+        self._house = house
+
+    def __repr__(self) -> str:
+        return f"Sequence({self._actor.owner}, {len(self)} tokens{', closed' if self.closed else ''})"
+
+    def __len__(self) -> int:
+        return self._actor.length
+
+    @property
+    def tokens(self) -> list[int]:
+        """A copy of its token ids: the prompt, what was appended, and what was taken from generations."""
+        return self._actor.tokens.tolist()
+
+    @property
+    def text(self) -> str:
+        """`tokens` as text. InvalidRequest without a tokenizer."""
+        return _tokenizer(self._house).decode(self.tokens)
+
+    @property
+    def closed(self) -> bool:
+        return self._actor.dead is not None
+
+    async def append(self, tokens: Prompt) -> None:
+        """Add tokens, or a text that is encoded as a continuation, and reserve their blocks.
+
+        Their K and V are computed when they are first needed. Cancelled, either all or none were appended. Raises
+        PoolExhausted, ContextOverflow, InvalidRequest, SequenceBusy.
+        """
+        await self._actor.ask(Append(encode(self._house, tokens, continuation=len(self) > 0)))
+
+    def generate(self, params: SamplingParams | None = None) -> Generation:
+        """Sample tokens: `async for step in seq.generate(SamplingParams(max_tokens=64))` gives a Step for each.
+
+        A token belongs to the sequence once it was taken. Leaving the loop early leaves the sequence ending at the
+        last token taken. While a task waits for the next token only `fork` and `close` may be called. Raises
+        InvalidRequest here, and what `Generation.__anext__` says while iterating.
+        """
+        params = SamplingParams() if params is None else params
+        check(self._house, params)
+        return Generation(self._actor, params, self._house.facts.tokenizer)
+
+    async def fork(self, count: int = 1) -> list[Sequence]:
+        """`count` new sequences with this one's tokens. They share its blocks: no K and V are copied.
+
+        What is pending of a prompt is computed first, once for all. The sequence itself stays usable; its running
+        generation goes on. Cancelled, no child is left. Raises PoolExhausted, InvalidRequest.
+        """
+        if not 1 <= count <= 65536:
+            raise InvalidRequest(f"count must be between 1 and 65536, not {count}")
+        actors = await self._actor.ask(Fork(count), late=lambda actors: [actor.post(Close()) for actor in actors])
+        return [Sequence(actor, self._house) for actor in actors]
+
+    async def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens. Raises InvalidRequest, SequenceBusy."""
+        await self._actor.ask(Truncate(length))
+
+    async def topk(self, k: int) -> list[tuple[int, float]]:
+        """The `k` most likely next tokens with their log-probabilities, best first.
+
+        Cancelled, K and V computed so far stay. Raises PoolExhausted, InvalidRequest, SequenceBusy.
+        """
+        if not 1 <= k <= self._house.facts.vocab_size:
+            raise InvalidRequest(f"k must be between 1 and {self._house.facts.vocab_size}, not {k}")
+        top: list[tuple[int, float]] = await self._actor.ask(TopK(k))
+        return top
+
+    async def read_kv(self, layer: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """A copy of the layer's K and V, float32 `[computed, kv_heads, head_dim]`; the last tokens may be pending."""
+        if not 0 <= layer < self._house.facts.layers:
+            raise InvalidRequest(f"layer must be between 0 and {self._house.facts.layers - 1}, not {layer}")
+        k, v = await self._actor.ask(ReadKV(layer))
+        return k, v
+
+    async def close(self) -> None:
+        """Return its blocks; a reader of its generation gets SequenceClosed. Idempotent. Cancelled, it still closes."""
+        self._actor.post(Close())
+        await self._actor.gone.wait()
+
+    async def __aenter__(self) -> Sequence:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class Runtime:
+    """Many live sequences over one pool of KV blocks. Made by `async with Runtime.open(...) as rt`."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+
+    @staticmethod
+    def open(
+        model: Source = DEFAULT_MODEL,
+        *,
+        blocks: int = 1024,
+        block_size: int = 16,
+        max_batch: int = 256,
+        prefill_step_size: int = 512,
+        lease: int = 64,
+        shutdown_timeout: float = 10.0,
+        progress: Progress | None = None,
+    ) -> AbstractAsyncContextManager[Runtime]:
+        """Load a model and allocate its pool; on leaving, close every sequence and see that every block came back.
+
+        model: "smollm2-135m" (fetched once), a path or repo id that mlx-lm takes, a .gguf file, or a
+        (model, tokenizer) pair. blocks: how many blocks the pool has, of `block_size` tokens each, for all sequences
+        together. max_batch: sequences computed in one step. prefill_step_size: prompt tokens a step takes beside its
+        decodes. lease: tokens that a generation may run ahead of its reader. shutdown_timeout: seconds.
+        `progress(stage, fraction)` is called from another thread while loading.
+
+        Raises UnsupportedModel, ModelUnavailable, InvalidRequest on entry; BlocksLeaked on exit is a defect.
+        """
+        for name, value in (
+            ("blocks", blocks),
+            ("block_size", block_size),
+            ("max_batch", max_batch),
+            ("prefill_step_size", prefill_step_size),
+            ("lease", lease),
+        ):
+            if value < 1:
+                raise InvalidRequest(f"{name} must be at least 1, not {value}")
+        materialise(model)
+        options = Options(
+            build=partial(build, model, blocks, block_size, progress),
+            blocks=blocks,
+            block_size=block_size,
+            max_batch=max_batch,
+            prefill_step_size=prefill_step_size,
+            lease=lease,
+            shutdown_timeout=shutdown_timeout,
+        )
+        return opened(options)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._house.facts.tokenizer
+
+    async def sequence(self, prompt: Prompt = ()) -> Sequence:
+        """A new sequence that holds `prompt`, a text or token ids, maybe none.
+
+        Cancelled, there is none. Raises PoolExhausted, ContextOverflow, InvalidRequest, RuntimeClosed.
+        """
+        return Sequence(await self._actor(prompt), self._house)
+
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams | None = None, *, on_step: OnStep | None = None
+    ) -> list[Beam]:
+        """The best continuations of `prompt`, best first; see BeamSearchParams.
+
+        `on_step(step, running, finished)` is called after each step, with `Past` hypotheses best first. Cancelled, all
+        its blocks return. Raises PoolExhausted, ContextOverflow, InvalidRequest.
+        """
+        house = self._house
+        params = BeamSearchParams() if params is None else params
+        params.validate()
+        room = house.max_context - len(tokens := encode(house, prompt))
+        if not tokens:
+            raise InvalidRequest("the prompt of a beam search needs at least one token")
+        if room < 1:
+            raise ContextOverflow(f"{len(tokens)} tokens fill the context of {house.max_context}; shorten the prompt")
+        stop = frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else house.facts.eos_ids)
+        root = await self._actor(tokens)
+        ranked = await search(root, params, stop, min(params.max_tokens, room), on_step)
+        return [
+            Beam(past.tokens(), self._text(past.tokens(), stop), score, past.logprob, finished)
+            for score, past, finished in ranked
+        ]
+
+    def stats(self) -> Stats:
+        """Where the runtime stands. Cheap; call it whenever you like."""
+        house = self._house
+        ledger, worker = house.allocator.ledger, house.worker
+        pool = ledger.pool
+        block_bytes = house.facts.kv_bytes // pool.num_blocks
+        return Stats(
+            blocks_total=pool.num_blocks,
+            blocks_free=pool.num_free,
+            blocks_cached=0,
+            blocks_referenced=pool.num_used,
+            blocks_peak=pool.peak_used,
+            block_bytes=block_bytes,
+            copies=ledger.copies,
+            copied_bytes=ledger.copied_rows * block_bytes // pool.block_size,
+            steps=worker.steps,
+            tokens=worker.tokens,
+            prompt_tokens=worker.prompt_tokens,
+            sequences=len(house.sequences),
+            forks=house.forks,
+            jobs=worker.jobs,
+            allocator_queue=house.allocator.queued,
+            worker_queue=worker.queued,
+        )
+
+    async def _actor(self, prompt: Prompt) -> SequenceActor:
+        house = self._house
+        if not house.accepting:
+            raise RuntimeClosed("the runtime has left its `async with` block; open another")
+        tokens = encode(house, prompt)
+        actor = SequenceActor(house)
+        house.spawn(actor)
+        if tokens:
+            try:
+                await actor.ask(Append(tokens))
+            except BaseException:
+                actor.post(Close())
+                raise
+        return actor
+
+    def _text(self, tokens: list[int], stop: frozenset[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in stop else tokens)
+
+
+@asynccontextmanager
+async def opened(options: Options) -> AsyncIterator[Runtime]:
+    """A runtime over any engine; `Runtime.open` is the way in."""
+    async with running(options) as house:
+        yield Runtime(house)
+
+
+def encode(house: House, prompt: Prompt, *, continuation: bool = False) -> list[int]:
+    """Token ids of a prompt. Raises InvalidRequest for what is no text and no list of ids within the vocabulary."""
+    if isinstance(prompt, str):
+        return _tokenizer(house).encode(prompt, continuation=continuation)
+    try:
+        tokens = [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise InvalidRequest(f"give a text or token ids (integers), not {type(prompt).__name__}: {error}") from error
+    for token in tokens:
+        if not 0 <= token < house.facts.vocab_size:
+            raise InvalidRequest(f"token {token} is outside the vocabulary of {house.facts.vocab_size}")
+    return tokens
+
+
+def check(house: House, params: SamplingParams) -> None:
+    """Raise InvalidRequest where a field is out of its range."""
+    ranges: tuple[tuple[str, Any, bool], ...] = (
+        ("max_tokens must be at least 1", params.max_tokens, params.max_tokens >= 1),
+        ("temperature must be finite and not negative", params.temperature, 0 <= params.temperature < math.inf),
+        ("top_p must be in (0, 1]", params.top_p, 0 < params.top_p <= 1),
+        ("top_k must not be negative", params.top_k, params.top_k >= 0),
+        ("min_p must be in [0, 1]", params.min_p, 0 <= params.min_p <= 1),
+    )
+    for rule, value, holds in ranges:
+        if not holds:
+            raise InvalidRequest(f"{rule}, not {value}")
+
+
+def _tokenizer(house: House) -> Tokenizer:
+    tokenizer = house.facts.tokenizer
+    if tokenizer is None:
+        raise InvalidRequest("the model was given without a tokenizer; pass token ids instead of text")
+    return tokenizer

@@ -1,0 +1,93 @@
+"""A running generation as its reader sees it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+
+from msgspec import Struct
+
+from pagefork.runtime.messages import Generate, Renew, SamplingParams, Settle
+from pagefork.runtime.sequence import SequenceActor
+from pagefork.runtime.stream import Stream
+from pagefork.runtime.tokenizer import TextStream, Tokenizer
+
+
+class Step(Struct, frozen=True):
+    """One generated token.
+
+    text: what it adds to the text; "" while a character is incomplete, for an end token, and without a tokenizer.
+    logprob: natural log of its probability under the model's own distribution (temperature 1, no filters).
+    finish_reason: None before the last token; then "stop" (this is an end token) or "length".
+    """
+
+    token: int
+    text: str
+    logprob: float
+    finish_reason: str | None = None
+
+
+class Generation(AsyncIterator[Step]):
+    """Iterates over Steps; made by `Sequence.generate`.
+
+    A token belongs to the sequence once it was taken from here. Leaving the loop early, `aclose()`, dropping the
+    object, or changing the sequence otherwise ends the generation at the last token taken. Cancelled while waiting,
+    `__anext__` took no token, and iteration may go on.
+    """
+
+    def __init__(self, actor: SequenceActor, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self._actor = actor
+        self._params = params
+        self._stream: Stream | None = None
+        self._closed = False
+        self._text: TextStream | None = tokenizer.stream() if tokenizer is not None else None
+        self._thread = threading.get_ident()
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Step:
+        """The next token. Raises PoolExhausted, SequenceClosed, SequenceBusy, ContextOverflow, WorkerDied."""
+        if self._closed:
+            raise StopAsyncIteration
+        if self._stream is None:
+            self._stream = await self._actor.ask(Generate(self._params), late=lambda _: self._actor.post(Settle()))
+        stream = self._stream
+        if stream.read >= len(stream.tokens) and not await stream.wait():
+            self._leave()
+            raise StopAsyncIteration
+        return self._take(stream)
+
+    async def aclose(self) -> None:
+        """End the generation at the last token taken; returns when its blocks past that are free. Idempotent."""
+        if self._stream is not None and not self._closed:
+            self._closed = True
+            await self._actor.ask(Settle())
+        self._closed = True
+
+    def __del__(self) -> None:
+        # Collected in another thread, the sequence's next operation ends the generation instead.
+        if threading.get_ident() == self._thread:
+            self._leave()
+
+    def _take(self, stream: Stream) -> Step:
+        token, logprob = stream.tokens[stream.read], stream.logprobs[stream.read]
+        stream.read += 1
+        finish = None
+        if stream.finish is not None and stream.read == len(stream.tokens):
+            finish = stream.finish
+            self._leave()
+        elif stream.renew_at is not None and stream.read >= stream.renew_at:
+            stream.renew_at = None
+            self._actor.post(Renew())
+        text = ""
+        if self._text is not None:
+            text = "" if finish == "stop" else self._text.add(token)
+            if finish is not None:
+                text += self._text.flush()
+        return Step(token, text, logprob, finish)
+
+    def _leave(self) -> None:
+        if self._stream is not None and not self._closed:
+            self._actor.post(Settle())
+        self._closed = True

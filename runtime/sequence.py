@@ -1,0 +1,402 @@
+"""One actor per sequence: its tokens, its block table, its job at the worker."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import secrets
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+
+from pagefork.runtime.actor import Actor, Envelope, log
+from pagefork.runtime.errors import (
+    ContextOverflow,
+    InvalidRequest,
+    PageforkError,
+    PoolExhausted,
+    SequenceBusy,
+    SequenceClosed,
+)
+from pagefork.runtime.house import House
+from pagefork.runtime.messages import (
+    Append,
+    Cancel,
+    Close,
+    Copied,
+    Exhausted,
+    Extend,
+    Fork,
+    Generate,
+    Granted,
+    Message,
+    ReadKV,
+    Release,
+    Renew,
+    Reserve,
+    SamplingParams,
+    Settle,
+    Share,
+    Shrink,
+    Submit,
+    TopK,
+    Truncate,
+)
+from pagefork.runtime.sampling import mix
+from pagefork.runtime.stream import Stream
+
+Tokens = array.array  # of C ints
+
+
+class SequenceActor(Actor):
+    """Serves one sequence.
+
+    The first `_computed` of its tokens have K and V in the blocks of `_table`. While a generation runs, `_stream`
+    holds what the worker sampled: what the reader took of it counts as the sequence's, the rest goes when it ends.
+    """
+
+    def __init__(
+        self,
+        house: House,
+        tokens: Tokens[int] | None = None,
+        *,
+        computed: int = 0,
+        table: Tokens[int] | None = None,
+        lineage: int = 0,
+    ) -> None:
+        self.owner = house.owner()
+        super().__init__(f"sequence {self.owner}", capacity=64)
+        self._house = house
+        self._tokens = Tokens("i") if tokens is None else tokens
+        self._computed = computed
+        self._table = Tokens("i") if table is None else table
+        self._lineage = lineage
+        self._children = 0
+        self._stream: Stream | None = None
+        self._job: Submit | None = None
+        self._scope: anyio.CancelScope | None = None
+        self.gone = anyio.Event()
+        self._left = False
+        house.sequences[self.owner] = self
+
+    @property
+    def length(self) -> int:
+        """How many tokens it has, those of a running generation as far as they were read."""
+        return len(self._tokens) + (self._stream.read if self._stream else 0)
+
+    @property
+    def tokens(self) -> Tokens[int]:
+        """A copy of its tokens, those of a running generation as far as they were read."""
+        return self._tokens + Tokens("i", self._stream.tokens[: self._stream.read] if self._stream else [])
+
+    def epitaph(self, error: BaseException | None) -> PageforkError:
+        if error is not None:
+            return SequenceClosed(f"{self.name} crashed and was closed: {error!r}; make another")
+        return SequenceClosed(f"{self.name} is closed; make or fork another")
+
+    async def run(self) -> None:
+        """Serve until closed. Whatever ends the task, the blocks go back; a crash stays here."""
+        try:
+            while self.dead is None:
+                await self.serve(await self.next())
+        except Exception as error:
+            log.error("sequence_crashed", owner=self.owner, error=repr(error))
+            self.die(self.epitaph(error), error)
+        finally:
+            self.die(self.epitaph(None))
+            await self._leave()
+
+    async def serve(self, envelope: Envelope) -> None:
+        with anyio.CancelScope() as self._scope:
+            await super().serve(envelope)
+        if self._scope.cancelled_caught and envelope.reply is not None:
+            envelope.reply.withdraw()
+
+    def withdraw(self, envelope: Envelope) -> None:
+        if self.serving is envelope and self._scope is not None:
+            self._scope.cancel()
+        else:
+            super().withdraw(envelope)
+
+    def die(self, reason: PageforkError, cause: BaseException | None = None) -> None:
+        if self.dead is None and self._stream is not None:
+            self._stream.fail(reason)
+        super().die(reason, cause)
+
+    async def handle(self, message: Message) -> Any:
+        match message:
+            case Renew():
+                return await self._renew()
+            case Settle():
+                return await self._settle()
+            case Fork(count=count):
+                return await self._fork(count)
+            case Close():
+                self.die(self.epitaph(None))
+                return await self._leave()
+        if self._stream is not None and self._stream.waiting:
+            raise SequenceBusy(
+                f"another task waits for the next token of {self.name}; finish or aclose() that generation first"
+            )
+        await self._settle()
+        match message:
+            case Append(tokens=tokens):
+                return await self._append(tokens)
+            case Generate(params=params):
+                return await self._generate(params)
+            case TopK(k=k):
+                return await self._topk(k)
+            case Truncate(length=length):
+                return self._truncate(length)
+            case ReadKV(layer=layer):
+                return await self._house.read_kv(layer, np.array(self._table, dtype=np.int32), self._computed)
+        return await super().handle(message)
+
+    # What callers ask for
+
+    async def _append(self, tokens: list[int]) -> None:
+        length = len(self._tokens) + len(tokens)
+        if length > self._house.max_context:
+            raise ContextOverflow(
+                f"{length} tokens exceed the context of {self._house.max_context}; truncate the sequence or append less"
+            )
+        try:
+            await self._reserve(length)
+        except BaseException:
+            self._shrink()
+            raise
+        self._tokens.extend(tokens)
+
+    async def _generate(self, params: SamplingParams) -> Stream:
+        length = self._need_tokens()
+        end = min(length + params.max_tokens, self._house.max_context)
+        if end == length:
+            raise ContextOverflow(f"the context of {length} tokens is full; truncate the sequence first")
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        job = Submit(
+            owner=self.owner,
+            end=end,
+            params=params,
+            key=mix(seed, self._lineage),
+            stop=frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else self._house.facts.eos_ids),
+        )
+        stream = Stream()
+        await self._start(job, stream)
+        self._job, self._stream = job, stream
+        return stream
+
+    async def _topk(self, k: int) -> list[tuple[int, float]]:
+        length = self._need_tokens()
+        return (await self._compute(Submit(owner=self.owner, topk=k), length)).top
+
+    def _truncate(self, length: int) -> None:
+        if not 0 <= length <= len(self._tokens):
+            raise InvalidRequest(f"length must be between 0 and {len(self._tokens)}, not {length}")
+        del self._tokens[length:]
+        self._computed = min(self._computed, length)
+        self._shrink()
+
+    async def _fork(self, count: int) -> list[SequenceActor]:
+        """Children share every block of the tokens read so far; a running generation pauses for it."""
+        running = self._stream is not None and not self._stream.done
+        if running:
+            await self._stop(pause=True)
+        try:
+            length = self.length
+            if length - self._computed > 1:
+                # Once for all: what is left pending, every child would compute.
+                await self._compute(Submit(owner=self.owner), length - 1)
+            return await self._share(count, length)
+        finally:
+            if running and self.dead is None:
+                with anyio.CancelScope(shield=True):
+                    await self._resume()
+
+    async def _share(self, count: int, length: int) -> list[SequenceActor]:
+        house, tokens = self._house, self.tokens
+        blocks = self._table[: -(-length // house.block_size)]
+        children = [
+            SequenceActor(
+                house,
+                tokens[:],
+                computed=min(self._computed, length),
+                table=blocks[:],
+                lineage=mix(self._lineage, self._children + i + 1),
+            )
+            for i in range(count)
+        ]
+        owners = [child.owner for child in children]
+
+        def undo(_: Any = None) -> None:
+            for owner in owners:
+                house.allocator.post(Release(owner))
+                house.sequences.pop(owner, None)
+
+        try:
+            await house.allocator.ask(Share(self.owner, owners, length))
+        except BaseException:
+            undo()
+            raise
+        self._children += count
+        house.forks += count
+        for child in children:
+            house.spawn(child)
+        return children
+
+    # Jobs at the worker
+
+    def _need_tokens(self) -> int:
+        if not self._tokens:
+            raise InvalidRequest(f"{self.name} is empty; append at least one token first")
+        return len(self._tokens)
+
+    def _all(self) -> Tokens[int]:
+        """Every token there is, those that the reader has not taken included."""
+        return self._tokens + Tokens("i", self._stream.tokens if self._stream else [])
+
+    async def _start(self, job: Submit, stream: Stream, stop: int | None = None) -> None:
+        """Reserve blocks and submit what is pending of the tokens before `stop`, the last of them at least."""
+        tokens = self._all()
+        stop = len(tokens) if stop is None else stop
+        start = min(self._computed, stop - 1)
+        limit = stop
+        if job.params is not None:
+            limit = max(stop, min(self.length + self._house.lease, job.end - 1))
+        try:
+            copies = await self._reserve(limit, start)
+        except PoolExhausted:
+            if limit == stop:
+                raise
+            limit = stop
+            copies = await self._reserve(limit, start)
+        job = msgspec.structs.replace(
+            job, start=start, tokens=tokens[start:stop].tolist(), table=self._table.tolist(), limit=limit, copies=copies
+        )
+        try:
+            await self._house.worker.submit(job, stream)
+        except BaseException:
+            self._forget(copies, start)
+            raise
+        self._set_limit(stream, limit, job.end)
+
+    async def _compute(self, job: Submit, stop: int) -> Stream:
+        """Run a job that samples nothing up to its end; cancelled, what was computed stays."""
+        stream = Stream()
+        await self._start(job, stream, stop)
+        try:
+            await stream.wait()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._house.worker.ask(Cancel(self.owner))
+            raise
+        finally:
+            if stream.computed is not None:
+                self._computed = stream.computed
+        return stream
+
+    async def _stop(self, pause: bool = False) -> None:
+        """Take the job back from the worker, once no step in flight names it. Shielded: two steps at most."""
+        stream = self._stream
+        assert stream is not None
+        with anyio.CancelScope(shield=True):
+            await self._house.worker.ask(Cancel(self.owner, pause=pause))
+        if stream.computed is not None:
+            self._computed, stream.computed = stream.computed, None
+
+    async def _resume(self) -> None:
+        stream, job = self._stream, self._job
+        assert stream is not None and job is not None
+        if not stream.done:
+            try:
+                await self._start(job, stream)
+            except PageforkError as error:
+                stream.fail(error)
+
+    async def _settle(self) -> None:
+        """End a generation at the last token that its reader took."""
+        stream = self._stream
+        if stream is None:
+            return
+        await self._stop()
+        stream.cut()
+        self._tokens.extend(stream.tokens)
+        self._stream = self._job = None
+        self._computed = min(self._computed, len(self._tokens))
+        self._shrink()
+
+    async def _renew(self) -> None:
+        """Extend the lease. Without blocks for it the job goes on to the end of what it has; then it fails."""
+        stream, job = self._stream, self._job
+        if stream is None or job is None or stream.done:
+            return
+        have = len(self._table) * self._house.block_size
+        for limit in (self.length + self._house.lease, have + 1):
+            limit = min(limit, job.end - 1)
+            if limit <= stream.limit:
+                return
+            first = len(self._table)
+            try:
+                copies = await self._reserve(limit)
+            except PoolExhausted as error:
+                exhausted = error
+                continue
+            assert not copies
+            self._house.worker.post(Extend(self.owner, first, self._table[first:].tolist(), limit))
+            self._set_limit(stream, limit, job.end)
+            return
+        last = stream.limit - len(self._tokens) + 1
+        if stream.read >= last:
+            stream.fail(exhausted)
+        else:
+            stream.renew_at = last
+
+    def _set_limit(self, stream: Stream, limit: int, end: int) -> None:
+        """Note the lease, and when its reader should ask for the next: half a lease before the tokens run out."""
+        stream.limit = limit
+        last = limit - len(self._tokens) + 1
+        stream.renew_at = max(last - self._house.lease // 2, stream.read + 1) if limit < end - 1 else None
+
+    # Blocks
+
+    async def _reserve(self, length: int, write_from: int | None = None) -> list[tuple[int, int, int]]:
+        """Have blocks for `length` tokens, those from `write_from` on its own; returns the copies to submit."""
+
+        def late(answer: Granted | Exhausted) -> None:
+            self._forget(self._adopt(answer), write_from or 0)
+
+        if write_from is not None:
+            self._computed = min(self._computed, write_from)
+        return self._adopt(await self._house.allocator.ask(Reserve(self.owner, length, write_from), late=late))
+
+    def _adopt(self, answer: Granted | Exhausted) -> list[tuple[int, int, int]]:
+        if isinstance(answer, Exhausted):
+            raise PoolExhausted(answer.wanted, answer.free, answer.total)
+        self._table[answer.first :] = Tokens("i", answer.ids)
+        return answer.copies
+
+    def _forget(self, copies: list[tuple[int, int, int]], write_from: int) -> None:
+        """Copies that nobody will do: their block counts as not computed, and their sources may go."""
+        if copies:
+            size = self._house.block_size
+            self._computed = min(self._computed, write_from // size * size)
+            self._house.allocator.post(Copied(self.owner))
+
+    def _shrink(self) -> None:
+        """Give back the blocks past the sequence's tokens."""
+        length = len(self._tokens)
+        del self._table[-(-length // self._house.block_size) :]
+        self._house.allocator.post(Shrink(self.owner, length))
+
+    async def _leave(self) -> None:
+        """Return everything; no step in flight names the sequence afterwards."""
+        if self._left:
+            return
+        self._left = True
+        with anyio.move_on_after(self._house.patience, shield=True):
+            with contextlib.suppress(PageforkError):
+                await self._house.worker.ask(Cancel(self.owner))
+        self._house.allocator.post(Release(self.owner))
+        self._house.sequences.pop(self.owner, None)
+        self.gone.set()

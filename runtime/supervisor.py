@@ -1,0 +1,166 @@
+"""Starts allocator, worker and sequences in this order, stops them in reverse, and sees that no block is missing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+import anyio.to_thread
+from msgspec import Struct
+
+from pagefork.runtime.actor import Actor, Reply, log
+from pagefork.runtime.allocator import Allocator
+from pagefork.runtime.engine import EngineThread, Facts, Ints, StepEngine
+from pagefork.runtime.errors import BlocksLeaked, PageforkError
+from pagefork.runtime.house import House
+from pagefork.runtime.messages import Audit, Close
+from pagefork.runtime.worker import Worker
+
+Caller = Callable[..., None]
+
+
+class Options(Struct, frozen=True, kw_only=True):
+    """The arguments of `Runtime.open` that matter here. `build` makes the engine, in the engine's thread."""
+
+    build: Callable[[], StepEngine]
+    blocks: int
+    block_size: int
+    max_batch: int
+    prefill_step_size: int
+    lease: int
+    shutdown_timeout: float
+
+
+@asynccontextmanager
+async def running(options: Options) -> AsyncIterator[House]:
+    """Everything started on entry; on exit everything stopped and every block returned, or BlocksLeaked is raised."""
+    call = _caller()
+    allocator = Allocator(options.blocks, options.block_size)
+    engine, facts = await _start_engine(options.build, call, lambda message: call(worker.post, message))
+    worker = Worker(
+        engine,
+        allocator.post,
+        block_size=options.block_size,
+        max_batch=options.max_batch,
+        chunk=options.prefill_step_size,
+        depth=facts.depth,
+    )
+    failure: BaseException | None = None
+    leak: PageforkError | None = None
+    with anyio.CancelScope() as shelter:
+        async with anyio.create_task_group() as actors:
+            async with anyio.create_task_group() as nursery:
+                house = House(
+                    allocator,
+                    worker,
+                    facts,
+                    block_size=options.block_size,
+                    lease=options.lease,
+                    max_context=min(facts.max_context, options.blocks * options.block_size),
+                    patience=options.shutdown_timeout,
+                    spawn=lambda actor: nursery.start_soon(actor.run, name=actor.name),
+                    read_kv=_reader(engine, call),
+                )
+                actors.start_soon(_guard, allocator, name="pagefork allocator")
+                actors.start_soon(_guard, worker, name="pagefork worker")
+                try:
+                    yield house
+                except BaseException as error:  # raised below: the task groups would wrap it
+                    failure = error
+                shelter.shield = True
+                house.accepting = False
+                await _close_sequences(house, options.shutdown_timeout)
+                nursery.cancel_scope.cancel()
+            leak = await _audit(allocator, options.shutdown_timeout)
+            actors.cancel_scope.cancel()
+        engine.stop()
+        if not await anyio.to_thread.run_sync(engine.join, options.shutdown_timeout):
+            log.warning("engine_still_running", note="a step did not end in time; its thread is left behind")
+    if failure is not None:
+        raise failure
+    if leak is not None:
+        raise leak
+
+
+async def _start_engine(
+    build: Callable[[], StepEngine], call: Caller, post: Callable[[Any], None]
+) -> tuple[EngineThread, Facts]:
+    """Start the engine's thread and wait until the model is loaded; raises what loading raises."""
+    engine = EngineThread(build, post)
+    ready = Reply()
+    engine.start(lambda facts, error: call(_settle, ready, facts, error))
+    try:
+        await ready.settled()
+    except BaseException:
+        engine.stop()
+        raise
+    facts: Facts = ready.result()
+    return engine, facts
+
+
+async def _guard(actor: Actor) -> None:
+    """Run an actor; when it crashes, all that waits for it has failed already, and the program goes on."""
+    try:
+        await actor.run()
+    except Exception as error:
+        log.error("actor_crashed", actor=actor.name, error=repr(error))
+
+
+async def _close_sequences(house: House, timeout: float) -> None:
+    """Ask every sequence to close and wait for it; what has not closed by then is cancelled with its task group."""
+    with anyio.move_on_after(timeout):
+        for sequence in list(house.sequences.values()):
+            sequence.post(Close())
+        for sequence in list(house.sequences.values()):
+            await sequence.gone.wait()
+
+
+async def _audit(allocator: Allocator, timeout: float) -> PageforkError | None:
+    """After the last release: whether every block came back."""
+    try:
+        free = await allocator.ask(Audit(), deadline=timeout)
+    except PageforkError as error:
+        log.error("no_audit", error=str(error))
+        return None
+    total = allocator.ledger.pool.num_blocks
+    if free == total:
+        return None
+    return BlocksLeaked(f"{total - free} of {total} blocks were not returned at shutdown; please report this")
+
+
+def _caller() -> Caller:
+    """`call(function, *args)` for other threads: runs it in this event loop soon; drops it once the loop is gone."""
+    native: Any = anyio.lowlevel.current_token().native_token
+    soon = native.run_sync_soon if hasattr(native, "run_sync_soon") else native.call_soon_threadsafe
+
+    def call(function: Callable[..., Any], *args: Any) -> None:
+        try:
+            soon(function, *args)
+        except Exception as error:
+            log.debug("event_loop_gone", error=repr(error))
+
+    return call
+
+
+def _settle(reply: Reply, value: Any, error: BaseException | None) -> None:
+    if error is not None:
+        reply.fail(error)
+    else:
+        reply.set(value)
+
+
+def _reader(engine: EngineThread, call: Caller) -> Callable[[int, Ints, int], Awaitable[Any]]:
+    async def read(layer: int, table: Ints, length: int) -> Any:
+        reply = Reply()
+        engine.call(
+            lambda engine: engine.read_kv(layer, table, length),
+            lambda value, error: call(_settle, reply, value, error),
+        )
+        await reply.settled()
+        return reply.result()
+
+    return read
