@@ -121,9 +121,10 @@ class BlockTable:
         self._check_range(start, stop)
         if start == stop:
             return np.empty(0, dtype=np.intp)
-        first = start // self._block_size
-        covering = self._buffer[first : self.blocks_for(stop)]
-        return np.flatnonzero(refcounts[covering] > 1) + first
+        first, last = start // self._block_size, self.blocks_for(stop)
+        if last - first == 1:  # the write of a decode step
+            return np.array([first] if refcounts[self._buffer[first]] > 1 else [], dtype=np.intp)
+        return np.flatnonzero(refcounts[self._buffer[first:last]] > 1) + first
 
     def filled(self, index: int, start: int) -> int:
         """Rows of entry `index` that lie before position `start`: what a copy of its block must carry over.

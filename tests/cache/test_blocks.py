@@ -111,7 +111,7 @@ REFUSALS: list[tuple[type[Exception], str, Callable[[BlockPool], object]]] = [
     (RetainOfFreeBlock, "free blocks: 99$", lambda pool: pool.retain([0, 99])),
     (RetainOfFreeBlock, "free blocks: 99$", lambda pool: pool.retain([*MANY, 99])),
     (BlockOutOfRange, "pool: 128$", lambda pool: pool.free([0, 128])),
-    (BlockOutOfRange, "pool: -30$", lambda pool: pool.free([0, -30])),
+    (BlockOutOfRange, "pool: -30$", lambda pool: pool.free([5, -30])),
     (BlockOutOfRange, "pool: -128, 128$", lambda pool: pool.free([*MANY, -128, 128])),
     (BlockOutOfRange, "pool: -1$", lambda pool: pool.retain([-1, 0])),
     (BlockOutOfRange, "pool: 4294967295", lambda pool: pool.retain(np.array([2**32 - 1]))),

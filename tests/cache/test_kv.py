@@ -166,7 +166,10 @@ def test_a_copy_is_independent_of_its_source() -> None:
     ids, slots = np.arange(2, dtype=np.int32), np.arange(8, dtype=np.int32)
     for layer, shape in enumerate(LAYERS):
         kv.write(layer, rows(8, shape, mx.bfloat16, 1), rows(8, shape, mx.bfloat16, 2), slots)
+    mx.eval(kv.pools(0), kv.pools(1))
+    held = mx.get_active_memory()
     twin = kv.copy()
+    assert mx.get_active_memory() - held >= kv.nbytes, "kernels that write in place need memory of their own"
     for layer, shape in enumerate(LAYERS):
         before = [mx.array(np.array(x.astype(mx.float32))) for x in kv.read(layer, ids, 8)]
         changed = rows(8, shape, mx.bfloat16, 3)
