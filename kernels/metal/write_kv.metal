@@ -10,7 +10,7 @@ if (item == 0 && !second && thread_x < 8) {
   order_out[thread_x] = T(0.0f);
 }
 
-// The pool is an input, hence const: MLX's outputs are always fresh, and a pool is order_out where it is.
+// The pool is an input, hence const: MLX's outputs are always fresh, and a pool is written where it is.
 // Vectors of four: a row has a multiple of 8 elements and MLX aligns buffers far beyond a vector's size.
 device vec<T, 4>* pool = (device vec<T, 4>*)(second ? v_pool : k_pool);
 const device vec<T, 4>* source = (const device vec<T, 4>*)(second ? v : k);
