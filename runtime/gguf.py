@@ -10,8 +10,8 @@ import mlx.core as mx
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from .errors import ModelUnavailable, UnsupportedModel
-from .tokenizer import FastTokenizer
+from pagefork.runtime.errors import ModelUnavailable, UnsupportedModel
+from pagefork.runtime.tokenizer import FastTokenizer
 
 GROUP_SIZE = 32
 """Weights that share a scale in Q4_0, Q4_1 and Q8_0."""
@@ -39,10 +39,10 @@ def read(path: Path) -> GGUF:
     if not path.is_file():
         raise ModelUnavailable(f"there is no file {path}; check the path")
     try:
-        tensors, metadata = mx.load(str(path), return_metadata=True)
+        loaded: Any = mx.load(str(path), return_metadata=True)
     except (RuntimeError, ValueError) as error:
         raise ModelUnavailable(f"{path} cannot be read as GGUF ({error}); fetch it again") from error
-    return GGUF(tensors, metadata)
+    return GGUF(*loaded)
 
 
 class GGUF:

@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.nn as nn
 
-from .errors import UnsupportedModel
-from .routing import Probe, refuse
+from pagefork.runtime.errors import UnsupportedModel
+from pagefork.runtime.routing import Probe, refuse
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,15 @@ def trunks(module: nn.Module) -> list[nn.Module]:
     ]
 
 
-def attempt(run: Callable[[], Any]) -> Any:
+def attempt(module: nn.Module, run: Callable[[], Any]) -> Any:
     """Run the model with our caches; whatever its code cannot do with them is a reason to refuse it."""
     try:
         return run()
     except UnsupportedModel:
         raise
     except Exception as error:
+        if any(getattr(part, "kv_lora_rank", None) for part in module.modules()):
+            refuse("it uses multi-head latent attention, which caches compressed states instead of keys and values")
         refuse(f"its code does not run with a cache per token ({brief(error)})")
 
 

@@ -8,7 +8,7 @@ be routed, or whose logits come out different when it is, is refused with `Unsup
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import dequantize_model
 from mlx_lm.utils import load as load_mlx_lm
 
-from . import fetch, gguf
-from .dense import DenseKV
-from .errors import InvalidRequest, ModelUnavailable, UnsupportedModel
-from .layers import LayerSpec, attempt, brief, layer_spec, trunks
-from .routing import Attend, LayerCache, Patch, Probe, Step, refuse, take_rows
-from .softcap import ATTENTION as SOFTCAPPED
-from .tokenizer import Tokenizer, adapt
+from pagefork.runtime import fetch, gguf
+from pagefork.runtime.dense import DenseKV, WholeCache
+from pagefork.runtime.errors import InvalidRequest, ModelUnavailable, UnsupportedModel
+from pagefork.runtime.layers import LayerSpec, attempt, brief, layer_spec, trunks
+from pagefork.runtime.routing import Attend, LayerCache, Patch, Probe, Step, refuse, take_rows
+from pagefork.runtime.softcap import ATTENTION as SOFTCAPPED
+from pagefork.runtime.tokenizer import Tokenizer, adapt
 
 Source = str | Path | tuple[nn.Module, Any]
 Progress = Callable[[str, float], None]
@@ -68,7 +68,7 @@ class Model:
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.max_context = max_context
-        self.weight_bytes = sum(array.nbytes for _, array in tree_flatten(module.parameters()))
+        self.weight_bytes = _bytes(module)
         self._module = module
         self._rows_inside = False
         self._patch = Patch(module)
@@ -99,7 +99,7 @@ class Model:
         step = self._step
         step.positions, step.attend, step.rows, step.calls = positions, attend, rows, 0
         try:
-            logits = self._module(tokens[:, None], cache=self._caches)
+            logits: mx.array = self._module(tokens[:, None], cache=self._caches)
             if step.calls != len(self.layers):
                 refuse(f"{step.calls} of its {len(self.layers)} layers attended")
         finally:
@@ -120,7 +120,7 @@ class Model:
             refuse(f"mlx-lm cannot make a cache for it ({brief(error)})")
         probes = [Probe(i, Step(), _rotation(i, cache)) for i, cache in enumerate(own)]
         tokens = mx.zeros((1, 8), mx.int32)
-        logits = attempt(lambda: self._module(tokens, cache=probes))
+        logits = attempt(self._module, lambda: self._module(tokens, cache=probes))
         if not isinstance(logits, mx.array) or logits.ndim != 3:
             refuse("it returns something other than an array of logits")
         self.vocab_size = logits.shape[-1]
@@ -150,17 +150,29 @@ class Model:
             self._rows_inside = False
 
     def _check(self) -> None:
-        """Compare the logits of two short prompts, fed in ragged steps, with the model's own."""
+        """Compare the logits of short prompts with the model's own: from the start, in ragged steps, and far into the
+        context, where a model whose rotation depends on more than each token's own position would differ."""
         prompts = [[token % self.vocab_size for token in prompt] for prompt in _PROMPTS]
-        own = mx.concatenate([self._module(mx.array([p]), cache=make_prompt_cache(self._module))[0] for p in prompts])
-        routed = attempt(lambda: self._ragged(prompts))
+        own = [self._module(mx.array([p]), cache=make_prompt_cache(self._module))[0] for p in prompts]
+        self._compare(mx.concatenate(own), attempt(self._module, lambda: self._ragged(prompts)), "")
+        tokens = mx.array(prompts[0])
+        start = max(0, (self.max_context or 512) - tokens.size)
+        step = Step()
+        step.positions = start
+        whole = [WholeCache(i, step, spec) for i, spec in enumerate(self.layers)]
+        far = attempt(self._module, lambda: self._module(tokens[None], cache=whole)[0])
+        positions = mx.arange(start, start + tokens.size)
+        routed = attempt(self._module, lambda: self(tokens, positions, DenseKV(self.layers).step([0] * tokens.size)))
+        self._compare(far, routed, f" at position {start}")
+
+    def _compare(self, own: mx.array, routed: mx.array, where: str) -> None:
         difference = (routed - own).astype(mx.float32)
         error = math.sqrt(float(difference.square().mean()))
         size = math.sqrt(float(own.astype(mx.float32).square().mean()))
         if not error <= _TOLERANCE.get(self.dtype, 1e-1) * max(size, 1e-6):
-            refuse(f"its logits change when its attention is routed (by {error:.3g}, at a size of {size:.3g})")
+            refuse(f"its logits change{where} when its attention is routed (by {error:.3g}, at a size of {size:.3g})")
 
-    def _ragged(self, prompts: Sequence[Sequence[int]]) -> mx.array:
+    def _ragged(self, prompts: list[list[int]]) -> mx.array:
         """Logits of every position of two prompts: both in one step, then what is left of the first."""
         first, second = prompts
         kv = DenseKV(self.layers)
@@ -272,6 +284,11 @@ def _from_gguf(path: Path, *, name: str) -> Model:
         eos_ids=file.eos_ids,
         max_context=file.max_context,
     )
+
+
+def _bytes(module: nn.Module) -> int:
+    leaves: Any = tree_flatten(module.parameters())
+    return sum(array.nbytes for _, array in leaves)
 
 
 def _on_cpu() -> bool:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import mlx.nn as nn
 
-from .errors import UnsupportedModel
+from pagefork.runtime.errors import UnsupportedModel
 
 Attend = Callable[[int, mx.array, mx.array, mx.array, "mx.array | None"], mx.array]
 """`attend(layer, q, k, v, sinks)`: q `[T, heads, head_dim]`, k and v `[T, kv_heads, head_dim]`, sinks `[heads]` or

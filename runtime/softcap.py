@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .routing import LayerCache
+from pagefork.runtime.routing import LayerCache
 
 
 def gemma2_attention(

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import tokenizers
 
-from .errors import InvalidRequest
+from pagefork.runtime.errors import InvalidRequest
 
 Message = Mapping[str, str]
 
@@ -127,7 +127,7 @@ class HFTokenizer:
         return self._eos_ids
 
     def encode(self, text: str, *, continuation: bool = False) -> list[int]:
-        bos = getattr(self._tokenizer, "bos_token", None)
+        bos = getattr(self._tokenizer, "bos_token", None) or ""
         starts = continuation or (bool(bos) and text.startswith(bos))
         return list(self._tokenizer.encode(text, add_special_tokens=not starts))
 
