@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from pagefork.cache.blocks import BlockPool, BlocksExhausted
 from pagefork.cache.table import BlockTable
 
 
 @dataclass(frozen=True)
 class Grant:
-    """An owner's table from entry `first` on, and the copies (source, destination, filled rows) to do before a write."""
+    """An owner's table from entry `first` on, and the copies (source, destination, filled rows) due before a write."""
 
     first: int
     ids: list[int]

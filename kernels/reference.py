@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 
 def write_kv(
@@ -34,11 +36,17 @@ def write_kv(
     pools, so evaluate once a step.
     """
     if copies is not None and copies.shape[0]:
-        k_pool = _copy_blocks(k_pool, copies)
-        v_pool = _copy_blocks(v_pool, copies)
-    if k.shape[0]:
-        k_pool = _scatter_rows(k_pool, k, slots)
-        v_pool = _scatter_rows(v_pool, v, slots)
+        source, destination = _copied_slots(np.array(copies), k_pool.shape[1])
+        carried = [_flat(pool)[source] for pool in (k_pool, v_pool)]
+        # Evaluated here: a gather that still names the pool would turn the scatter into a copy of it all.
+        mx.eval(carried)
+        k_pool, v_pool = (_scatter(p, rows, destination) for p, rows in zip((k_pool, v_pool), carried, strict=True))
+    kept = np.flatnonzero(np.array(slots) >= 0)
+    if len(kept) < k.shape[0]:
+        chosen = mx.array(kept)
+        k, v, slots = k[chosen], v[chosen], slots[chosen]
+    if len(kept):
+        k_pool, v_pool = _scatter(k_pool, k, slots), _scatter(v_pool, v, slots)
     return k_pool, v_pool, k_pool if order is None else order
 
 
@@ -125,22 +133,22 @@ def prefill_attention(
     return out.reshape(heads, n, head_dim).transpose(1, 0, 2)
 
 
-def _scatter_rows(pool: mx.array, rows: mx.array, slots: mx.array) -> mx.array:
-    """Write `rows` at `slots`; a row of slot -1 writes back what one written slot holds, or what slot 0 holds."""
-    flat = pool.reshape(-1, *pool.shape[2:])
-    keep = slots >= 0
-    anchor = mx.argmax(keep)
-    target = mx.where(keep, slots, mx.maximum(slots[anchor], 0))
-    fill = mx.where(keep[anchor], rows[anchor], flat[mx.maximum(slots[anchor], 0)])
-    flat[target] = mx.where(keep[:, None, None], rows, fill[None])
+def _flat(pool: mx.array) -> mx.array:
+    return pool.reshape(-1, *pool.shape[2:])
+
+
+def _scatter(pool: mx.array, rows: mx.array, slots: mx.array) -> mx.array:
+    flat = _flat(pool)
+    flat[slots] = rows
     return flat.reshape(pool.shape)
 
 
-def _copy_blocks(pool: mx.array, copies: mx.array) -> mx.array:
-    source, destination, filled = copies[:, 0], copies[:, 1], copies[:, 2]
-    rows = mx.arange(pool.shape[1])[None, :, None, None] < filled[:, None, None, None]
-    pool[destination] = mx.where(rows, pool[source], pool[destination])
-    return pool
+def _copied_slots(copies: npt.NDArray[np.int32], block_size: int) -> tuple[mx.array, mx.array]:
+    """The slots that block copies read and write, row by row."""
+    offsets = np.arange(block_size)
+    filled = offsets[None] < copies[:, 2:]
+    source, destination = ((copies[:, i, None] * block_size + offsets)[filled] for i in (0, 1))
+    return mx.array(source), mx.array(destination)
 
 
 def _gather(pool: mx.array, tables: mx.array, visible: mx.array) -> mx.array:

@@ -223,6 +223,14 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
+            self._build_and_serve()
+        finally:
+            # A stream that outlives its thread can abort the process when Python exits (mlx 0.32).
+            mx.synchronize()
+            mx.clear_streams()
+
+    def _build_and_serve(self) -> None:
+        try:
             engine = self._build()
         except BaseException as error:
             self._ready(None, error)
