@@ -94,7 +94,7 @@ def write_kv_spec(
 ) -> KernelSpec:
     """One launch that writes `rows` rows of K and V and performs `copies` block copies in place.
 
-    Inputs `k_pool, v_pool, k, v, slots, copies, order`; output `order_out` `[8]` of `dtype`, zeros: the next `order`.
+    Inputs `k_pool, v_pool, k, v, slots, copies, order`; output `written` `[8]` of `dtype`, zeros: the next `order`.
 
     :raises ValueError: where there is nothing to do.
     """
@@ -109,7 +109,7 @@ def write_kv_spec(
         source=_text("write_kv"),
         header="",
         inputs=inputs,
-        outputs=(Output("order_out", (8,), dtype),),
+        outputs=(Output("written", (8,), dtype),),
         template=template,
         grid=(threads, rows + copies * block_size, 2),
         threadgroup=(threads, 1, 1),

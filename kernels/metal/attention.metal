@@ -245,6 +245,7 @@ template <bool SPLIT, typename O>
 inline void emit(
     device O* out, int head, int split, int splits, int chunk, int chunks,
     float4 value, float top, float sum, float sink) {
+  // Outputs begin where MLX's allocations do, so vectors of four are aligned.
   device vec<O, 4>* to = (device vec<O, 4>*)out;
   if (SPLIT) {
     to += (head * splits + split) * (chunks + 1);

@@ -10,6 +10,7 @@ const int blocks = (high + BLOCK - 1) / BLOCK - low / BLOCK;
 const int share = blocks_per_split(blocks, splits, LEAST);
 const int used = (blocks + share - 1) / share;
 
+// A split's state is a whole number of vectors, so each of them is aligned.
 const auto parts = (const device float4*)partial + (row * HEADS + head) * splits * (CHUNKS + 1);
 float top = LOWEST;
 for (int split = 0; split < used; ++split) {

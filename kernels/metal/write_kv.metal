@@ -7,7 +7,7 @@ const bool second = threadgroup_position_in_grid.z == 1;
 const uint thread_x = thread_position_in_grid.x;
 
 if (item == 0 && !second && thread_x < 8) {
-  order_out[thread_x] = T(0.0f);
+  written[thread_x] = T(0.0f);
 }
 
 // The pool is an input, hence const: MLX's outputs are always fresh, and a pool is written where it is.

@@ -65,7 +65,7 @@ def expected(step: Step) -> tuple[Array, Array]:
 
 
 def write(step: Step, *, seed: int = 0, mutation: Mutation = lambda spec: spec) -> tuple[Array, Array, Array]:
-    """Both pools after the step, and its `order_out`.
+    """Both pools after the step, and its `written`.
 
     :raises KernelFault: see `harness.run`.
     """
@@ -74,7 +74,7 @@ def write(step: Step, *, seed: int = 0, mutation: Mutation = lambda spec: spec) 
     spec = mutation(metal.write_kv_spec(step.dtype, kv_heads, dim, block, rows=rows, copies=step.copies))
     arrays = {name: array.copy() for name, array in step.inputs.items()}
     result = run(spec, arrays, seed=seed)
-    return arrays["k_pool"], arrays["v_pool"], result.outputs["order_out"]
+    return arrays["k_pool"], arrays["v_pool"], result.outputs["written"]
 
 
 def right(step: Step, **options: object) -> bool:

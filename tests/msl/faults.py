@@ -1,0 +1,255 @@
+"""Faults to seed into the Metal text, as data. Each replaces `old`, which occurs once, by `new`; the suite must object.
+
+`kernel` is the file whose launches are changed (`attention` is the header of all decode kernels); `check` names the
+trial in `test_faults` that has to notice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    kernel: str
+    old: str
+    new: str
+    check: str = "decode"
+
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+
+FAULTS = [
+    # Barriers
+    Fault("the barrier before the SIMD groups' results are merged is missing", "decode", BARRIER, ""),
+    Fault(
+        "the barrier before the staged keys are read is missing",
+        "decode_wide",
+        f"    {BARRIER}\n    for (int step",
+        "    for (int step",
+        "wide",
+    ),
+    Fault(
+        "the barrier before the staged keys are replaced is missing",
+        "decode_wide",
+        f"    }}\n    {BARRIER}\n  }}",
+        "    }\n  }",
+        "wide",
+    ),
+    Fault(
+        "a barrier that does not order threadgroup memory",
+        "decode",
+        BARRIER,
+        "threadgroup_barrier(mem_flags::mem_device);",
+    ),
+    Fault(
+        "a barrier that idle SIMD groups skip",
+        "decode",
+        BARRIER,
+        f"if (span.first + simdgroup < span.last) {{ {BARRIER} }}",
+    ),
+    # SIMD collectives
+    Fault(
+        "a fold step shuffles half as far",
+        "attention",
+        "keep + simd_shuffle_xor(give, DISTANCE)",
+        "keep + simd_shuffle_xor(give, DISTANCE / 2)",
+    ),
+    Fault(
+        "a fold step keeps the half that it should give",
+        "attention",
+        "keep = upper ? values[i + N / 2] : values[i]",
+        "keep = upper ? values[i] : values[i + N / 2]",
+    ),
+    Fault(
+        "the last fold steps are skipped",
+        "attention",
+        "values[0] += simd_shuffle_xor(values[0], DISTANCE);",
+        "",
+    ),
+    Fault(
+        "the highest score is sought among the wrong lanes",
+        "attention",
+        "max(highest, simd_shuffle_xor(highest, ushort(j * LANES / SCORES)))",
+        "max(highest, simd_shuffle_xor(highest, ushort(1)))",
+        "wide",
+    ),
+    Fault(
+        "teams of a SIMD group are merged from too far on",
+        "attention",
+        "float4 total = value[head][part] * shrink;\n        UNROLL\n        for (int distance = LANES;",
+        "float4 total = value[head][part] * shrink;\n        UNROLL\n        for (int distance = 2 * LANES;",
+    ),
+    Fault(
+        "a weight comes from the neighbour's lane",
+        "attention",
+        "simd_shuffle(weight[score % HELD], ushort(base + score * LANES / SCORES))",
+        "simd_shuffle(weight[score % HELD], ushort((base + score * LANES / SCORES + 1) % 32))",
+    ),
+    Fault(
+        "a shuffle leaves the SIMD group",
+        "attention",
+        "ushort(base + score * LANES / SCORES));\n  }",
+        "ushort(base + 32 + score * LANES / SCORES));\n  }",
+    ),
+    Fault(
+        "only one lane takes part in a shuffle",
+        "decode",
+        "  const float sum = team.of_head(team.sum, head);",
+        "  const float sum = lane == 0 ? team.of_head(team.sum, head) : 0.0f;",
+    ),
+    # Blocks and tables
+    Fault("the next block's id is one too high", "decode", "ulong(next) *", "ulong(next + 1) *"),
+    Fault(
+        "the block index is off by one",
+        "decode",
+        "const int first = index * BLOCK + offset;",
+        "const int first = (index + 1) * BLOCK + offset;",
+    ),
+    Fault(
+        "the table is read past the row's blocks",
+        "decode",
+        "next = index + SIMDGROUPS < span.last ? table[index + SIMDGROUPS] : 0;",
+        "next = table[index + SIMDGROUPS];",
+    ),
+    Fault(
+        "the table is read past its end",
+        "decode",
+        "index + SIMDGROUPS < span.last ? table[index + SIMDGROUPS] : 0;",
+        "index + SIMDGROUPS < span.last + 3 ? table[index + SIMDGROUPS] : 0;",
+    ),
+    Fault("a row reads its neighbour's table", "decode", "tables + row * tables_shape[1]", "tables"),
+    Fault("the span is not cut at the last block", "attention", "min(span.first + share, end)", "span.first + share"),
+    Fault("a share of blocks is rounded down", "attention", "(blocks + splits - 1) / splits", "blocks / splits"),
+    Fault("the last, partly filled block is left out", "attention", "(high + block - 1) / block", "high / block"),
+    Fault(
+        "K and V rows lie as if there were one KV head",
+        "decode",
+        "constexpr int STRIDE = KV_HEADS * CHUNKS;",
+        "constexpr int STRIDE = CHUNKS;",
+    ),
+    Fault("every KV head reads the first one's values", "decode", "v_pool + kv_head * CHUNKS", "v_pool"),
+    # Tails and masks
+    Fault(
+        "the tail of the last block is loaded",
+        "attention",
+        "whole || (position >= low && position < high)",
+        "whole || position >= low",
+    ),
+    Fault(
+        "keys before the window are loaded",
+        "attention",
+        "whole || (position >= low && position < high)",
+        "whole || position < high",
+        "window",
+    ),
+    Fault(
+        "a step counts as whole that the end cuts",
+        "attention",
+        "first >= low && first + TEAMS * KEYS <= high",
+        "first >= low",
+    ),
+    Fault(
+        "what is not visible gets a weight",
+        "attention",
+        "weight[held] = position >= low && position < high ? score : LOWEST;",
+        "weight[held] = score;",
+    ),
+    Fault("the window is one too wide", "decode", "high - int(params[2])", "high - int(params[2]) - 1", "window"),
+    Fault("the window is one too narrow", "decode", "high - int(params[2])", "high - int(params[2]) + 1", "window"),
+    Fault(
+        "staged keys past the end are loaded",
+        "decode_wide",
+        "first + key >= low && first + key < high",
+        "first + key >= low",
+        "wide",
+    ),
+    Fault(
+        "idle lanes load past a key's end",
+        "attention",
+        "CHUNKS % LANES == 0 || int(lane) + part * LANES < CHUNKS",
+        "true",
+        "uneven",
+    ),
+    # The softmax
+    Fault(
+        "the sum is not scaled down with the top",
+        "attention",
+        "      top[i] = highest;\n      sum[i] *= decay[i];\n      UNROLL\n      for (int j = 0",
+        "      top[i] = highest;\n      UNROLL\n      for (int j = 0",
+    ),
+    Fault("the values are not scaled down with the top", "attention", "value[head][part] *= shrink;", ""),
+    Fault("the cap is left out", "attention", "cap * LOG2E * precise::tanh", "LOG2E * precise::tanh", "softcap"),
+    Fault(
+        "the sink's weight is left out", "attention", "(sink == LOWEST ? 0.0f : exp2(sink - highest))", "0.0f", "sinks"
+    ),
+    Fault(
+        "an empty row is divided by its sum", "attention", "(total > 0.0f ? decay / total : 0.0f)", "(decay / total)"
+    ),
+    Fault("a sum of weights is lost between SIMD groups", "decode", "sum += decay * sums_of", "sum += sums_of"),
+    # Threads and outputs
+    Fault("all teams write the SIMD group's result", "decode", "if (team.base == 0) {", "if (true) {"),
+    Fault(
+        "the output's last vectors are left unwritten",
+        "decode",
+        "item < GROUP * CHUNKS; item",
+        "item < GROUP * CHUNKS - 1; item",
+        "whole",
+    ),
+    Fault(
+        "the second head of a KV head overwrites the first", "decode", "first_head + head, split", "first_head, split"
+    ),
+    Fault(
+        "a wide tile's absent heads are written",
+        "decode_wide",
+        "if (head < heads && team.base == 0",
+        "if (team.base == 0",
+        "wide",
+    ),
+    # The merge of the splits
+    Fault(
+        "splits that do not exist are merged",
+        "merge",
+        "const int used = (blocks + share - 1) / share;",
+        "const int used = splits;",
+    ),
+    Fault(
+        "the last split is left out",
+        "merge",
+        "const int used = (blocks + share - 1) / share;",
+        "const int used = blocks / share;",
+    ),
+    Fault("a split is read at another one's place", "merge", "(CHUNKS + 1) + chunk]", "CHUNKS + chunk]"),
+    Fault("splits are added unweighted", "merge", "value += decay * parts", "value += parts"),
+    # Writing
+    Fault("an ignored slot is written", "write_kv", "if (slot < 0) {", "if (slot < -1) {", "write"),
+    Fault("K goes into the pool of V", "write_kv", "(second ? v_pool : k_pool)", "(second ? k_pool : v_pool)", "write"),
+    Fault("V's rows are K's", "write_kv", "(second ? v : k)", "(k)", "write"),
+    Fault(
+        "a copy takes the rows past its filled count",
+        "write_kv",
+        "if (offset >= copies[3 * copy + 2]) {",
+        "if (false) {",
+        "write",
+    ),
+    Fault(
+        "a copy leaves out its last row",
+        "write_kv",
+        "offset >= copies[3 * copy + 2]",
+        "offset + 1 >= copies[3 * copy + 2]",
+        "write",
+    ),
+    Fault(
+        "a copy's source and destination are exchanged",
+        "write_kv",
+        "target += (ulong(copies[3 * copy + 1])",
+        "target += (ulong(copies[3 * copy])",
+        "write",
+    ),
+    Fault("a copy reads past the list", "write_kv", "(item - rows) / BLOCK;", "(item - rows) / BLOCK + 1;", "write"),
+    Fault("a row's second half is not written", "write_kv", "i < WIDTH; i", "i < WIDTH / 2; i", "write"),
+    Fault("a row is written past its end", "write_kv", "i < WIDTH; i", "i <= WIDTH; i", "write"),
+    Fault("nobody writes the order", "write_kv", "if (item == 0 && !second && thread_x < 8)", "if (item < 0)", "write"),
+    Fault("both pools' threads write the order", "write_kv", "item == 0 && !second &&", "item == 0 &&", "write"),
+]
