@@ -82,10 +82,10 @@ FAULTS = [
         "float4 total = value[head][part] * shrink;\n        UNROLL\n        for (int distance = 2 * LANES;",
     ),
     Fault(
-        "a weight comes from the neighbour's lane",
+        "a weight comes from another score's lane",
         "attention",
         "simd_shuffle(weight[score % HELD], ushort(base + score * LANES / SCORES))",
-        "simd_shuffle(weight[score % HELD], ushort((base + score * LANES / SCORES + 1) % 32))",
+        "simd_shuffle(weight[score % HELD], ushort((base + score * LANES / SCORES + 2) % 32))",
     ),
     Fault(
         "a shuffle leaves the SIMD group",
@@ -176,8 +176,8 @@ FAULTS = [
     Fault(
         "the sum is not scaled down with the top",
         "attention",
-        "      top[i] = highest;\n      sum[i] *= decay[i];\n      UNROLL\n      for (int j = 0",
-        "      top[i] = highest;\n      UNROLL\n      for (int j = 0",
+        "      sum[i] *= decay[i];\n      UNROLL\n      for (int j",
+        "      UNROLL\n      for (int j",
     ),
     Fault("the values are not scaled down with the top", "attention", "value[head][part] *= shrink;", ""),
     Fault("the cap is left out", "attention", "cap * LOG2E * precise::tanh", "LOG2E * precise::tanh", "softcap"),
