@@ -15,31 +15,9 @@ import structlog
 
 from pagefork.runtime.errors import DeadlineExceeded, PageforkError, WorkerDied
 from pagefork.runtime.messages import Message
+from pagefork.runtime.signal import Signal
 
 log = structlog.get_logger("pagefork")
-
-
-class Signal:
-    """An event for one waiter that can be set again and again."""
-
-    def __init__(self) -> None:
-        self._set = False
-        self._event: anyio.Event | None = None
-
-    def set(self) -> None:
-        self._set = True
-        if self._event is not None:
-            self._event.set()
-
-    async def wait(self) -> None:
-        """Wait until set since the last wait. Cancellation leaves it set."""
-        if not self._set:
-            self._event = anyio.Event()
-            try:
-                await self._event.wait()
-            finally:
-                self._event = None
-        self._set = False
 
 
 class Reply:

@@ -155,26 +155,37 @@ class Patch:
         return bool(self._modules) or bool(self._swapped)
 
     def swap(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        """Make `module(...)` run `call(original, module, ...)`."""
-        base = type(module)
+        """Make `module(...)` run `call(original, module, ...)`; several models of one module share the replacement."""
+        base: Any = type(module)
+        if getattr(base, "pagefork_call", None) is call:
+            base.pagefork_users += 1
+        else:
 
-        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return call(base.__call__, self, *args, **kwargs)
+            def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return call(base.__call__, self, *args, **kwargs)
 
-        namespace = {"__call__": __call__, "__module__": base.__module__, "__qualname__": base.__qualname__}
-        module.__class__ = type(base.__name__, (base,), namespace)
+            namespace = {
+                "__call__": __call__,
+                "__module__": base.__module__,
+                "__qualname__": base.__qualname__,
+                "pagefork_call": staticmethod(call),
+                "pagefork_users": 1,
+            }
+            module.__class__ = type(base.__name__, (base,), namespace)
         self._swapped.append(module)
 
     def unswap(self, module: nn.Module) -> None:
-        """Undo the latest `swap` of `module`."""
-        module.__class__ = type(module).__bases__[0]
-        self._swapped.remove(module)
+        """Undo the `swap` of `module`."""
+        self._swapped = [part for part in self._swapped if part is not module]
+        kind: Any = type(module)
+        kind.pagefork_users -= 1
+        if kind.pagefork_users == 0:
+            module.__class__ = kind.__bases__[0]
 
     def restore(self) -> None:
         """Undo everything; a second call does nothing."""
-        for module in reversed(self._swapped):
-            module.__class__ = type(module).__bases__[0]
-        self._swapped.clear()
+        for module in self._swapped[::-1]:
+            self.unswap(module)
         for python_module in self._modules:
             _hooks.release(python_module)
         self._modules.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagefork.runtime.actor import Signal
+from pagefork.runtime.signal import Signal
 
 
 class Stream:
@@ -68,16 +68,16 @@ class Stream:
 
     async def wait(self) -> bool:
         """Wait for an unread token; False when there are no more. Raises the stream's error after its last token."""
-        while self.read >= len(self.tokens):
-            if self.error is not None:
-                raise self.error
-            if self.finish is not None:
-                return False
-            self.waiting = True
-            try:
+        self.waiting = True
+        try:
+            while self.read >= len(self.tokens):
+                if self.error is not None:
+                    raise self.error
+                if self.finish is not None:
+                    return False
                 await self.signal.wait()
-            finally:
-                self.waiting = False
+        finally:
+            self.waiting = False
         return True
 
     def cut(self) -> None:

@@ -1,0 +1,83 @@
+"""Host cost per delivered token: a null model, every sequence read by a task of its own, beside mlx-lm's BatchGenerator."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import anyio
+import mlx.core as mx
+
+from pagefork.runtime import SamplingParams
+from pagefork.runtime.api import opened
+from pagefork.runtime.engine import Engine
+from pagefork.runtime.supervisor import Options
+
+VOCAB = 64
+
+
+class NullModel:
+    """Costs nothing: logits that do not depend on the tokens. What `Engine` needs of a model, and no layers."""
+
+    name = "null"
+    vocab_size = VOCAB
+    layers: tuple[Any, ...] = ()
+    eos_ids: frozenset[int] = frozenset()
+    max_context = None
+    tokenizer = None
+
+    def __init__(self) -> None:
+        self._logits = mx.arange(VOCAB).astype(mx.float32)[None]
+
+    def __call__(self, tokens: mx.array, positions: mx.array, attend: Any, rows: mx.array | None = None) -> mx.array:
+        count = tokens.shape[0] if rows is None else rows.shape[0]
+        return mx.broadcast_to(self._logits, (count, VOCAB))
+
+    def restore(self) -> None:
+        pass
+
+
+class NullKV:
+    """No pools, since no layer writes."""
+
+    nbytes = 0
+
+    def pending(self) -> list[mx.array]:
+        return []
+
+
+def options(depth: int) -> Options:
+    return Options(
+        build=lambda: Engine(NullModel(), NullKV(), depth=depth),  # type: ignore[arg-type]
+        blocks=1 << 16,
+        block_size=16,
+        max_batch=256,
+        prefill_step_size=512,
+        lease=64,
+        shutdown_timeout=10.0,
+    )
+
+
+async def ours(sequences: int, tokens: int, depth: int) -> float:
+    """Microseconds of wall time per token: engine, actors and readers together."""
+    async with opened(options(depth)) as rt:
+        live = [await rt.sequence([1, 2, 3, 4]) for _ in range(sequences)]
+        started = anyio.Event()
+        left = sequences
+
+        async def read(index: int) -> None:
+            nonlocal left
+            await started.wait()
+            async for _ in live[index].generate(SamplingParams(max_tokens=tokens)):
+                pass
+            left -= 1
+
+        async with anyio.create_task_group() as group:
+            for index in range(sequences):
+                group.start_soon(read, index)
+            await anyio.wait_all_tasks_blocked()
+            gc.collect()
+            begin = time.perf_counter()
+            started.set()
+        return (time.perf_counter() - begin) / (sequences * tokens) * 1e6
