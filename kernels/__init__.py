@@ -1,5 +1,16 @@
 """Paged-attention kernels: arrays in, arrays out."""
 
 from pagefork.kernels.dispatch import paged_attention, prefill_attention, write_kv
+from pagefork.kernels.spec import Attention
+from pagefork.kernels.verify import KernelMismatch, Result, prepare, selftest
 
-__all__ = ["paged_attention", "prefill_attention", "write_kv"]
+__all__ = [
+    "Attention",
+    "KernelMismatch",
+    "Result",
+    "paged_attention",
+    "prefill_attention",
+    "prepare",
+    "selftest",
+    "write_kv",
+]

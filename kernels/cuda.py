@@ -25,7 +25,7 @@ SHARED_MEMORY = 227 * 1024
 Template = tuple[tuple[str, mx.Dtype | int | bool], ...]
 
 _RESERVED = 1024  # shared memory that the system keeps for each block
-_MAX_STAGES = 6
+_IN_FLIGHT = 144 * 1024  # bytes a multiprocessor asks for ahead: more gains nothing
 _MERGE_THREADS = 128
 _WRITE_THREADS = 128
 
@@ -70,14 +70,15 @@ def decode_specs(
     parts = _parts(case)
     segments, group = case.kv_heads * parts, case.heads // case.kv_heads // parts
     per_core, warps, stages, shared = _shape(case, group, shared_memory)
-    grid = cores * per_core
-    partials = (rows * segments + grid, group)
+    together = _together(segments, cores * per_core)
+    teams = cores * per_core // together
+    partials = ((rows * segments // together + teams) * together, group)
     warp = "FmaWarp" if case.dtype == mx.float32 else "MmaWarp"
     attend = _spec(
         "decode",
         ("schedule", "tile", "fma" if case.dtype == mx.float32 else "mma", "decode"),
         f"using Warp = pagefork::{warp}<T, D, GROUP, SOFTCAP>;\n"
-        "pagefork::Decode<Warp, T, D, BLOCK, KV_HEADS, GROUP, PARTS, WARPS, STAGES, SOFTCAP> step"
+        "pagefork::Decode<Warp, T, D, BLOCK, KV_HEADS, GROUP, PARTS, TOGETHER, WARPS, STAGES, SOFTCAP> step"
         "{k_pool, v_pool, tables, tables_shape[1]};\n"
         "step.run(q, lengths, params, q_shape[0], partial, partial_sums, WINDOW);",
         ("q", "k_pool", "v_pool", "tables", "lengths", "params", "order"),
@@ -92,21 +93,21 @@ def decode_specs(
             ("KV_HEADS", case.kv_heads),
             ("GROUP", group),
             ("PARTS", parts),
+            ("TOGETHER", together),
             ("WARPS", warps),
             ("STAGES", stages),
             ("WINDOW", case.window),
             ("SOFTCAP", case.softcap),
         ),
-        blocks=grid,
+        blocks=teams * together,
         threads=warps * 32,
         shared_memory=shared,
     )
     merge = _spec(
         "merge",
         ("schedule", "tile", "merge"),
-        "pagefork::Merge<T, D, SEGMENTS, GROUP, LEAST, SINKS>::run(\n"
-        f"    partial, partial_sums, lengths, params, {'sinks' if case.sinks else 'nullptr'},"
-        " lengths_shape[0], GRID, WINDOW, out);",
+        "pagefork::Merge<T, D, SEGMENTS, GROUP, TOGETHER, LEAST, SINKS> step{partial, partial_sums};\n"
+        f"step.run(lengths, params, {'sinks' if case.sinks else 'nullptr'}, lengths_shape[0], TEAMS, WINDOW, out);",
         ("partial", "partial_sums", "lengths", "params", *(("sinks",) if case.sinks else ())),
         (Output("out", (rows, case.heads, case.head_dim), case.dtype),),
         (
@@ -114,12 +115,13 @@ def decode_specs(
             ("D", case.head_dim),
             ("SEGMENTS", segments),
             ("GROUP", group),
+            ("TOGETHER", together),
             ("LEAST", warps),
-            ("GRID", grid),
+            ("TEAMS", teams),
             ("WINDOW", case.window),
             ("SINKS", case.sinks),
         ),
-        blocks=rows * case.heads,
+        blocks=_merge_blocks(rows * case.heads, cores),
         threads=_MERGE_THREADS,
     )
     return attend, merge
@@ -147,6 +149,17 @@ def _values(case: Attention, group: int) -> int:
     return -(-group // 8) * case.head_dim // 4
 
 
+def _merge_blocks(heads: int, cores: int) -> int:
+    """A block a head while that fills no more than half of the device, else a warp a head: the kernel tells by this."""
+    return heads if heads <= 4 * cores else -(-heads // 4)
+
+
+def _together(segments: int, blocks: int) -> int:
+    """How many segments are read side by side: at most 8, and so many that nearly all blocks find a team."""
+    fitting = (n for n in range(8, 1, -1) if segments % n == 0 and blocks % n <= blocks // 32)
+    return next(fitting, 1)
+
+
 def _shape(case: Attention, group: int, shared_memory: int) -> tuple[int, int, int, int]:
     """(blocks a multiprocessor, warps a block, stages a warp, bytes a block): the most that shared memory can feed."""
     row = case.head_dim * case.dtype.size
@@ -155,7 +168,8 @@ def _shape(case: Attention, group: int, shared_memory: int) -> tuple[int, int, i
     for per_core, warps in ((2, 4), (1, 4), (1, 2), (1, 1)):
         limit = (shared_memory + _RESERVED) // per_core - _RESERVED
         fixed = warps * (_values(case, group) * 32 + heads * 2) * 4
-        stages = min(_MAX_STAGES, (limit - fixed) // (warps * 2 * tile))
+        enough = max(2, _IN_FLIGHT // (per_core * warps * 2 * tile))
+        stages = min(enough, (limit - fixed) // (warps * 2 * tile))
         if stages >= 2 or (warps == 1 and stages == 1):
             return per_core, warps, stages, fixed + warps * stages * 2 * tile
     raise ValueError(f"{shared_memory} bytes of shared memory are too few for {case}")

@@ -4,9 +4,10 @@
 namespace pagefork {
 
 // BLOCK is 8 or a multiple of 16: a tile lies in one block or fills two.
-template <typename Warp, typename T, int D, int BLOCK, int KV_HEADS, int GROUP, int PARTS, int WARPS, int STAGES, bool SOFTCAP>
+template <typename Warp, typename T, int D, int BLOCK, int KV_HEADS, int GROUP, int PARTS, int TOGETHER, int WARPS, int STAGES, bool SOFTCAP>
 struct Decode {
   static constexpr int SEGMENTS = KV_HEADS * PARTS;
+  static constexpr int SETS = SEGMENTS / TOGETHER;
   static constexpr int IDS = BLOCK < TILE ? TILE / BLOCK : 1;  // blocks under one tile
   using Rows = Tile<T, D>;
   static constexpr int STAGE = 2 * Rows::BYTES;
@@ -16,6 +17,7 @@ struct Decode {
   const T* v_pool;
   const int* tables;
   int width;
+  int member;  // of its team
 
   // The tile that is fetched next: its blocks' ids are read one tile ahead of its rows.
   Cursor ahead;
@@ -38,7 +40,7 @@ struct Decode {
     long long start[IDS];
 #pragma unroll
     for (int i = 0; i < IDS; ++i)
-      start[i] = ((long long)ids[i] * BLOCK + inside - i * BLOCK) * ROW + ahead.segment / PARTS * D;
+      start[i] = ((long long)ids[i] * BLOCK + inside - i * BLOCK) * ROW + (ahead.set * TOGETHER + member) / PARTS * D;
 #pragma unroll
     for (int i = 0; i < Rows::CHUNKS / 2; ++i) {
       int at = i * 32 + lane, row = at / Rows::CHUNKS, chunk = at % Rows::CHUNKS;
@@ -56,14 +58,15 @@ struct Decode {
     extern __shared__ __align__(128) unsigned char shared[];
     float* scratch = reinterpret_cast<float*>(shared);           // [WARPS, VALUES, 32]
     float* sums = scratch + WARPS * Warp::VALUES * 32;           // [WARPS, HEADS, 2]
-    int warp = threadIdx.x / 32, block = blockIdx.x;
+    int warp = threadIdx.x / 32, team = blockIdx.x / TOGETHER;
+    member = blockIdx.x % TOGETHER;
     float scale = params[0], cap = params[1];
     int window = windowed ? int(params[2]) : 0;
 
-    Line line = measure(lengths, rows, 0, window, SEGMENTS, gridDim.x, WARPS);
-    if (block >= line.blocks) return;
-    int start = first_tile(line, block), stop = first_tile(line, block + 1);
-    Cursor here{lengths, rows, window, SEGMENTS};
+    Line line = measure(lengths, rows, 0, window, SETS, gridDim.x / TOGETHER, WARPS);
+    if (team >= line.teams) return;
+    int start = first_tile(line, team), stop = first_tile(line, team + 1);
+    Cursor here{lengths, rows, window, SETS};
     here.seek(start);
     ahead = here;
     ahead.advance(warp);
@@ -85,7 +88,7 @@ struct Decode {
     for (int at = start; at < stop;) {
       int begin = at - here.tile, end = min(begin + here.span.count, stop);
       Warp state;
-      state.begin(q + ((long long)here.row * SEGMENTS + here.segment) * GROUP * D);
+      state.begin(q + ((long long)here.row * SEGMENTS + here.set * TOGETHER + member) * GROUP * D);
       for (; mine < end; mine += WARPS) {
         wait_copies<STAGES - 1>();
         __syncwarp();
@@ -95,7 +98,7 @@ struct Decode {
         next(k);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
       }
-      long long slot = (long long)here.row * SEGMENTS + here.segment + block;
+      long long slot = ((long long)here.row * SETS + here.set + team) * TOGETHER + member;
       add_up(state, scratch, sums, partial + slot * GROUP * D, partial_sums + slot * GROUP * 2);
       here.advance(end - at);
       at = end;

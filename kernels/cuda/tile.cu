@@ -17,7 +17,7 @@ struct Tile {
 
 // `bytes` 0 writes zeros and reads nothing.
 __device__ __forceinline__ void copy16(unsigned to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() {
