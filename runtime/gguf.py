@@ -42,6 +42,8 @@ def read(path: Path) -> GGUF:
         loaded: Any = mx.load(str(path), return_metadata=True)
     except (RuntimeError, ValueError) as error:
         raise ModelUnavailable(f"{path} cannot be read as GGUF ({error}); fetch it again") from error
+    if not loaded[0]:
+        raise ModelUnavailable(f"{path} holds no tensors; fetch it again")
     return GGUF(*loaded)
 
 
@@ -135,7 +137,11 @@ class GGUF:
             )
         tokens = self._metadata["tokenizer.ggml.tokens"]
         merges = [tuple(merge.split(" ", 1)) for merge in self._metadata["tokenizer.ggml.merges"]]
-        tokenizer = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+        try:
+            bpe = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+        except Exception as error:
+            raise ModelUnavailable(f"the GGUF file's tokenizer is damaged ({error}); fetch the file again") from error
+        tokenizer = tokenizers.Tokenizer(bpe)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [*_SPLITS[split](), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
         )
