@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from pagefork.runtime.beam import Beam, BeamSearchParams, OnStep, search
+from pagefork.runtime.beam import Beam, BeamSearchParams, OnStep, close_all, search
 from pagefork.runtime.engine import build
 from pagefork.runtime.errors import ContextOverflow, InvalidRequest, RuntimeClosed
 from pagefork.runtime.generation import Generation
@@ -111,7 +111,7 @@ class Sequence:
         """
         if not 1 <= count <= 65536:
             raise InvalidRequest(f"count must be between 1 and 65536, not {count}")
-        actors = await self._actor.ask(Fork(count), late=lambda actors: [actor.post(Close()) for actor in actors])
+        actors = await self._actor.ask(Fork(count), late=close_all)
         return [Sequence(actor, self._house) for actor in actors]
 
     async def truncate(self, length: int) -> None:

@@ -58,7 +58,7 @@ class Past:
         self.parent = parent
         self.token = token
         self.logprob = logprob
-        self.length = 1 if parent is None else parent.length + 1
+        self.length: int = 1 if parent is None else parent.length + 1
 
     def tokens(self) -> list[int]:
         out: list[int] = []
@@ -118,7 +118,7 @@ class Ranking:
         length = best_running.length
         if params.early_stopping == "never" and params.length_penalty > 0:
             length = params.max_tokens
-        return best_running.logprob / length**params.length_penalty <= self.worst
+        return bool(best_running.logprob / length**params.length_penalty <= self.worst)
 
 
 async def search(
@@ -192,7 +192,7 @@ async def _regrow(live: list[Live], going: list[tuple[Past, int]]) -> list[Live]
         actors = [parent]
         grown.append(Live(parent, pasts[0]))
         if len(pasts) > 1:
-            actors += await parent.ask(Fork(len(pasts) - 1), late=_close_all)
+            actors += await parent.ask(Fork(len(pasts) - 1), late=close_all)
             grown.extend(Live(actor, past) for actor, past in zip(actors[1:], pasts[1:], strict=True))
         for actor, past in zip(actors, pasts, strict=True):
             await actor.ask(Append([past.token]))
@@ -200,7 +200,7 @@ async def _regrow(live: list[Live], going: list[tuple[Past, int]]) -> list[Live]
     try:
         await _each(grow, children)
     except BaseException:
-        _close_all(beam.actor for beam in grown)
+        close_all(beam.actor for beam in grown)
         raise
     order = {id(past): rank for rank, (past, _) in enumerate(going)}
     return sorted(grown, key=lambda beam: order[id(beam.past)])
@@ -224,6 +224,6 @@ async def _each(function: Callable[[int], Any], indices: Iterable[int]) -> None:
         raise failed[0]
 
 
-def _close_all(actors: Iterable[SequenceActor]) -> None:
+def close_all(actors: Iterable[SequenceActor]) -> None:
     for actor in actors:
         actor.post(Close())

@@ -130,7 +130,7 @@ class Engine:
             out = (ids, mx.take_along_axis(logprobs, ids[:, None], axis=-1)[:, 0])
             if plan.topk:
                 out += best(logprobs, plan.topk)
-        mx.async_eval(*out, *self._kv.pending())
+        mx.async_eval(*out, *self._kv.pending())  # type: ignore[no-untyped-call]
         self._flights.append(out)
 
     def collect(self) -> StepResult:
@@ -164,7 +164,12 @@ class Engine:
 
         def attend(layer: int, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array | None) -> mx.array:
             spec = self._model.layers[layer]
-            options = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "sinks": sinks}
+            options: dict[str, Any] = {
+                "scale": spec.scale,
+                "window": spec.window,
+                "softcap": spec.softcap,
+                "sinks": sinks,
+            }
             kv.write(layer, k, v, slots, copies)
             parts = []
             if decodes:

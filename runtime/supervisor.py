@@ -18,6 +18,7 @@ from pagefork.runtime.engine import EngineThread, Facts, Ints, StepEngine
 from pagefork.runtime.errors import BlocksLeaked, PageforkError
 from pagefork.runtime.house import House
 from pagefork.runtime.messages import Audit, Close
+from pagefork.runtime.sequence import SequenceActor
 from pagefork.runtime.worker import Worker
 
 Caller = Callable[..., None]
@@ -54,6 +55,10 @@ async def running(options: Options) -> AsyncIterator[House]:
     with anyio.CancelScope() as shelter:
         async with anyio.create_task_group() as actors:
             async with anyio.create_task_group() as nursery:
+
+                def spawn(actor: SequenceActor, nursery: anyio.abc.TaskGroup = nursery) -> None:
+                    nursery.start_soon(actor.run, name=actor.name)
+
                 house = House(
                     allocator,
                     worker,
@@ -62,7 +67,7 @@ async def running(options: Options) -> AsyncIterator[House]:
                     lease=options.lease,
                     max_context=min(facts.max_context, options.blocks * options.block_size),
                     patience=options.shutdown_timeout,
-                    spawn=lambda actor: nursery.start_soon(actor.run, name=actor.name),
+                    spawn=spawn,
                     read_kv=_reader(engine, call),
                 )
                 actors.start_soon(_guard, allocator, name="pagefork allocator")

@@ -89,9 +89,12 @@ class Worker(Actor):
 
     def die(self, reason: PageforkError, cause: BaseException | None = None) -> None:
         if self.dead is None:
-            streams = [job.stream for job in self._jobs.values()] + [stream for _, stream in self._waiting.values()]
-            for answer in (*streams, *self._cancels.values()):
-                answer.fail(reason)
+            for job in self._jobs.values():
+                job.stream.fail(reason)
+            for _, stream in self._waiting.values():
+                stream.fail(reason)
+            for reply in self._cancels.values():
+                reply.fail(reason)
         super().die(reason, cause)
 
     async def _drain(self) -> None:
