@@ -1,0 +1,60 @@
+"""The self-test at load: what fails is replaced, loudly."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+import structlog
+
+from pagefork.kernels import Attention, KernelMismatch, dispatch, prepare, verify
+
+CASE = Attention(mx.float32, heads=4, kv_heads=2, head_dim=32, block_size=8, window=True, sinks=True, softcap=True)
+
+
+@pytest.fixture(autouse=True)
+def forget_fallbacks():
+    yield
+    dispatch._fallbacks.clear()
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    right = dispatch.paged_attention
+    monkeypatch.setattr(dispatch, "paged_attention", lambda *args, **options: right(*args, **options) * 1.01)
+
+
+@pytest.fixture
+def broken_write(monkeypatch):
+    def forgetful(k_pool, v_pool, k, v, slots, copies=None, order=None):
+        return k_pool, v_pool, k_pool
+
+    monkeypatch.setattr(dispatch, "write_kv", forgetful)
+
+
+def test_a_sound_variant_keeps_its_back_end_and_reports_progress() -> None:
+    seen = []
+    assert prepare([CASE], strict=True, progress=lambda *step: seen.append(step)) == [verify.device().backend]
+    assert [step[:2] for step in seen] == [(0, 2), (1, 2), (2, 2)]
+    assert not dispatch._fallbacks
+
+
+def test_a_mismatch_falls_back_and_names_variant_and_device(broken) -> None:
+    with structlog.testing.capture_logs() as logs:
+        assert prepare([CASE]) == ["reference"]
+    assert dispatch._fallbacks == {CASE}
+    (entry,) = logs
+    assert entry["log_level"] == "warning"
+    assert "heads=4/2" in entry["variant"]
+    assert entry["device"] == verify.device().name
+
+
+def test_a_write_that_does_not_land_is_noticed(broken_write) -> None:
+    with structlog.testing.capture_logs() as logs:
+        prepare([CASE])
+    assert "write float32" in logs[0]["variant"]
+
+
+def test_strict_raises(broken) -> None:
+    with pytest.raises(KernelMismatch, match="heads=4/2"):
+        prepare([CASE], strict=True)
+    assert not dispatch._fallbacks

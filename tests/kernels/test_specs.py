@@ -1,0 +1,90 @@
+"""Launches as data: built without a GPU, and never two texts or types under one name."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from pagefork.kernels import cuda, metal
+from pagefork.kernels.spec import Attention
+
+BASE = Attention(mx.bfloat16, heads=16, kv_heads=4, head_dim=128, block_size=16)
+OTHERS = (
+    replace(BASE, dtype=mx.float16),
+    replace(BASE, dtype=mx.float32),
+    replace(BASE, heads=32),
+    replace(BASE, heads=8, kv_heads=2),
+    replace(BASE, head_dim=64),
+    replace(BASE, block_size=32),
+    replace(BASE, window=True),
+    replace(BASE, sinks=True),
+    replace(BASE, softcap=True),
+)
+SIZES = {"rows": 9, "max_blocks": 40, "max_length": 640, "cores": 132}
+
+
+def compiled(spec) -> tuple:
+    """All that a compiled kernel depends on but its name."""
+    return spec.source, spec.header, spec.inputs, [(o.name, o.dtype) for o in spec.outputs], spec.template
+
+
+@pytest.mark.parametrize("module", [cuda, metal], ids=["cuda", "metal"])
+def test_a_name_stands_for_one_text_and_one_set_of_constants(module) -> None:
+    specs = [spec for case in (BASE, *OTHERS) for spec in module.decode_specs(case, **SIZES)]
+    for size, dtype, dim in itertools.product((8, 16), (mx.float16, mx.bfloat16), (64, 128)):
+        specs.append(module.write_kv_spec(dtype, 4, dim, size, rows=9, copies=3))
+    for one, other in itertools.combinations(specs, 2):
+        if one.name == other.name:
+            assert compiled(one) == compiled(other)
+        else:
+            assert compiled(one) != compiled(other)
+    assert len({spec.name for spec in specs}) > len(OTHERS) + 8
+
+
+@pytest.mark.parametrize("variant", OTHERS, ids=str)
+def test_each_constant_changes_some_name(variant: Attention) -> None:
+    names = [{spec.name for spec in cuda.decode_specs(case, **SIZES)} for case in (BASE, variant)]
+    assert names[0] != names[1]
+
+
+def test_the_number_of_rows_compiles_nothing_new() -> None:
+    names = {
+        tuple(spec.name for spec in cuda.decode_specs(BASE, **(SIZES | {"rows": rows, "max_length": length})))
+        for rows in (1, 7, 300)
+        for length in (1, 100_000)
+    }
+    assert len(names) == 1
+    assert len({cuda.write_kv_spec(mx.float16, 2, 64, 16, rows=r, copies=c).name for r in (1, 9) for c in (0, 4)}) == 1
+
+
+def test_a_change_of_the_text_changes_the_name(monkeypatch) -> None:
+    before = cuda.decode_specs(BASE, **SIZES)
+    text = cuda._text
+    monkeypatch.setattr(cuda, "_text", lambda name: text(name) + "\n")
+    after = cuda.decode_specs(BASE, **SIZES)
+    assert not {spec.name for spec in before} & {spec.name for spec in after}
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
+@pytest.mark.parametrize("limit", [99 * 1024, 163 * 1024, 227 * 1024])
+def test_every_shape_fits_the_device(dtype: mx.Dtype, limit: int) -> None:
+    for head_dim, block, group in itertools.product((64, 80, 96, 112, 128, 192, 256), (8, 16, 32), (1, 3, 8, 16, 71)):
+        case = Attention(dtype, group * 2, 2, head_dim, block)
+        attend, merge = cuda.decode_specs(case, **SIZES, shared_memory=limit)
+        assert 0 < attend.shared_memory <= limit
+        assert merge.outputs[0].shape == (9, group * 2, head_dim)
+        values = dict(attend.template)
+        assert values["STAGES"] >= 1
+        assert values["GROUP"] * values["PARTS"] == group
+        assert attend.grid[0] == attend.threadgroup[0] * (attend.grid[0] // attend.threadgroup[0])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"head_dim": 100}, {"head_dim": 272}, {"block_size": 12}, {"dtype": mx.int32}], ids=str
+)
+def test_what_the_kernels_do_not_take_is_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError, match="the CUDA kernels take"):
+        cuda.decode_specs(replace(BASE, **wrong), **SIZES)
