@@ -1,6 +1,6 @@
 """Paged-attention kernels: arrays in, arrays out."""
 
-from pagefork.kernels.dispatch import paged_attention, prefill_attention, write_kv
+from pagefork.kernels.dispatch import in_place, paged_attention, prefill_attention, write_kv
 from pagefork.kernels.spec import Attention
 from pagefork.kernels.verify import KernelMismatch, Result, prepare, selftest
 
@@ -8,6 +8,7 @@ __all__ = [
     "Attention",
     "KernelMismatch",
     "Result",
+    "in_place",
     "paged_attention",
     "prefill_attention",
     "prepare",

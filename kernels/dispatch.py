@@ -12,6 +12,7 @@ order two kernels only where one takes what the other put out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
 
 import mlx.core as mx
@@ -143,6 +144,17 @@ def prefill_attention(
     return reference.prefill_attention(
         q, k_pool, v_pool, table, start, scale=scale, window=window, sinks=sinks, softcap=softcap
     )
+
+
+def in_place(cases: Sequence[Attention]) -> bool:
+    """Whether every write and read of these cases is fused, so that steps may be in flight together.
+
+    The reference path scatters, which copies a whole pool unless each step is evaluated before the next is built.
+    """
+    if device().backend == "reference":
+        return False
+    variants = [*cases, *(Pools(c.dtype, c.kv_heads, c.head_dim, c.block_size) for c in cases)]
+    return not _fallbacks.intersection(variants)
 
 
 def fall_back(variant: Attention | Pools) -> None:

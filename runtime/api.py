@@ -163,6 +163,7 @@ class Runtime:
         prefill_step_size: int = 512,
         lease: int = 64,
         shutdown_timeout: float = 10.0,
+        strict: bool = False,
         progress: Progress | None = None,
     ) -> AbstractAsyncContextManager[Runtime]:
         """Load a model and allocate its pool; on leaving, close every sequence and see that every block came back.
@@ -171,7 +172,8 @@ class Runtime:
         (model, tokenizer) pair. blocks: how many blocks the pool has, of `block_size` tokens each, for all sequences
         together. max_batch: sequences computed in one step. prefill_step_size: prompt tokens a step takes beside its
         decodes. lease: tokens that a generation may run ahead of its reader. shutdown_timeout: seconds.
-        `progress(stage, fraction)` is called from another thread while loading.
+        strict: raise KernelMismatch where a GPU kernel fails its self-test, instead of warning and taking the slow
+        path. `progress(stage, fraction)` is called from another thread while loading.
 
         Raises UnsupportedModel, ModelUnavailable, InvalidRequest on entry; BlocksLeaked on exit is a defect.
         """
@@ -186,7 +188,7 @@ class Runtime:
                 raise InvalidRequest(f"{name} must be at least 1, not {value}")
         materialise(model)
         options = Options(
-            build=partial(build, model, blocks, block_size, progress),
+            build=partial(build, model, blocks, block_size, progress, strict),
             blocks=blocks,
             block_size=block_size,
             max_batch=max_batch,

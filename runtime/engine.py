@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from pagefork import kernels
 from pagefork.cache.kv import PagedKVCache
 from pagefork.runtime.messages import Message, StepDone, StepFailed
 from pagefork.runtime.models import Model, Progress, Source, load
@@ -274,10 +275,11 @@ class EngineThread:
                 command.done(None, error)
 
 
-def build(source: Source, blocks: int, block_size: int, progress: Progress | None) -> Engine:
-    """Load a model and allocate its pools; call it in the engine's thread."""
+def build(source: Source, blocks: int, block_size: int, progress: Progress | None, strict: bool) -> Engine:
+    """Load a model, allocate its pools and compile its kernels; call it in the engine's thread."""
     model = load(source, progress=progress)
     kv = PagedKVCache(blocks, block_size, [(s.kv_heads, s.head_dim) for s in model.layers], model.dtype)
+    depth = _prepare_kernels(model, block_size, progress, strict)
     log.info(
         "model_loaded",
         model=model.name,
@@ -285,5 +287,28 @@ def build(source: Source, blocks: int, block_size: int, progress: Progress | Non
         weights_mb=round(model.weight_bytes / 1e6),
         kv_mb=round(kv.nbytes / 1e6),
         device=str(mx.default_device()),
+        fused_kernels=depth > 1,
     )
-    return Engine(model, kv, depth=1)
+    return Engine(model, kv, depth)
+
+
+def _prepare_kernels(model: Model, block_size: int, progress: Progress | None, strict: bool) -> int:
+    """Compile and self-test every variant that the model needs; returns how many steps may be in flight."""
+    cases = [
+        kernels.Attention(
+            dtype=model.dtype,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            block_size=block_size,
+            window=spec.window is not None,
+            sinks=spec.sinks,
+            softcap=spec.softcap is not None,
+        )
+        for spec in model.layers
+    ]
+    cases = list(dict.fromkeys(cases))
+    if mx.default_device().type == mx.DeviceType.gpu:
+        tell = progress or (lambda stage, fraction: None)
+        kernels.prepare(cases, strict=strict, progress=lambda done, total, _: tell("kernels", done / total))
+    return 2 if kernels.in_place(cases) else 1

@@ -44,13 +44,16 @@ def layer_spec(probe: Probe) -> LayerSpec:
             f"layer {probe.layer} has {heads} query heads, {kv_heads} key heads and "
             f"{call['values'].shape[1]} value heads"
         )
-    windows = [w for w in (call["window"], probe.max_size) if w is not None]
+    window = call["window"]
+    if probe.max_size is not None and (window is None or window > probe.max_size):
+        # mlx-lm's own answers would depend on how the prompt was cut, and a short prompt would not show it.
+        refuse(f"layer {probe.layer} masks at {window or 'no'} positions but its cache keeps only {probe.max_size}")
     return LayerSpec(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=float(call["scale"]),
-        window=min(windows, default=None),
+        window=window,
         sinks=call["sinks"] is not None,
         softcap=call["softcap"],
     )
