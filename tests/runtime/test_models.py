@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from pagefork.runtime.dense import DenseKV
 from pagefork.runtime.errors import InvalidRequest, ModelUnavailable, UnsupportedModel
@@ -273,11 +274,15 @@ class HandMade(nn.Module):
         self.rope = nn.RoPE(8)
         self.layers = [nn.Identity()]
 
+    def make_cache(self) -> list[Any]:
+        return [RotatingKVCache(64) if self.fault == "masks wider than its cache" else KVCache()]
+
     def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
         h = self.embed(tokens)
         batch, length, _ = h.shape
         q, k, v = (p.reshape(batch, length, 2, 8).transpose(0, 2, 1, 3) for p in mx.split(self.project(h), 3, axis=-1))
-        mask = base.create_attention_mask(h, cache[0])
+        wide = 65 if self.fault == "masks wider than its cache" else None
+        mask = base.create_attention_mask(h, cache[0], window_size=wide)
         q, k = self.rope(q, offset=cache[0].offset), self.rope(k, offset=cache[0].offset)
         if self.fault == "rotates by the length":
             q = q * (1 + cache[0].offset // 9) if isinstance(cache[0].offset, int) else q
@@ -297,6 +302,7 @@ class HandMade(nn.Module):
 FAULTS = {
     "changes keys after storing them": "other keys and values",
     "has a mask of its own": "a mask of its own",
+    "masks wider than its cache": "masks at 65 positions but its cache keeps only 64",
     "attends twice": "other keys and values|more than once",
     "narrow values": "other keys and values",
     "rotates by the length": "its logits change at position",
