@@ -118,6 +118,8 @@ class Model:
             own = make_prompt_cache(self._module)
         except Exception as error:
             refuse(f"mlx-lm cannot make a cache for it ({brief(error)})")
+        if not own:
+            refuse("it keeps no keys and values at all")
         probes = [Probe(i, Step(), _rotation(i, cache)) for i, cache in enumerate(own)]
         tokens = mx.zeros((1, 8), mx.int32)
         logits = attempt(self._module, lambda: self._module(tokens, cache=probes))
@@ -125,7 +127,7 @@ class Model:
             refuse("it returns something other than an array of logits")
         self.vocab_size = logits.shape[-1]
         self.layers = tuple(layer_spec(probe) for probe in probes)
-        self.dtype = probes[0].call["keys"].dtype if probes and probes[0].call else mx.float32
+        self.dtype = probes[0].call["keys"].dtype if probes[0].call else mx.float32
 
     def _skip_rows(self) -> bool:
         """Find the module below the output head and make it drop the rows whose logits nobody wants."""
