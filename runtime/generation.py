@@ -51,7 +51,7 @@ class Generation(AsyncIterator[Step]):
         if self._closed:
             raise StopAsyncIteration
         if self._stream is None:
-            self._stream = await self._actor.ask(Generate(self._params), late=lambda _: self._actor.post(Settle()))
+            self._stream = await self._actor.ask(Generate(self._params), late=self._abandon)
         stream = self._stream
         if stream.read >= len(stream.tokens) and not await stream.wait():
             self._leave()
@@ -62,7 +62,7 @@ class Generation(AsyncIterator[Step]):
         """End the generation at the last token taken; returns when its blocks past that are free. Idempotent."""
         if self._stream is not None and not self._closed:
             self._closed = True
-            await self._actor.ask(Settle())
+            await self._actor.ask(Settle(self._stream.serial))
         self._closed = True
 
     def __del__(self) -> None:
@@ -89,5 +89,8 @@ class Generation(AsyncIterator[Step]):
 
     def _leave(self) -> None:
         if self._stream is not None and not self._closed:
-            self._actor.post(Settle())
+            self._abandon(self._stream)
         self._closed = True
+
+    def _abandon(self, stream: Stream) -> None:
+        self._actor.post(Settle(stream.serial))

@@ -75,7 +75,9 @@ class Renew(Message, frozen=True):
 
 
 class Settle(Message, frozen=True):
-    """The reader took the last token, or left."""
+    """The reader of generation `serial` took its last token, or left; a later generation is not meant."""
+
+    serial: int
 
 
 # Sequence -> Allocator

@@ -74,6 +74,7 @@ class SequenceActor(Actor):
         self._table = Tokens("i") if table is None else table
         self._lineage = lineage
         self._children = 0
+        self._generations = 0
         self._stream: Stream | None = None
         self._job: Submit | None = None
         self._scope: anyio.CancelScope | None = None
@@ -129,8 +130,10 @@ class SequenceActor(Actor):
         match message:
             case Renew():
                 return await self._renew()
-            case Settle():
-                return await self._settle()
+            case Settle(serial=serial):
+                if self._stream is not None and self._stream.serial == serial:
+                    await self._settle()
+                return None
             case Fork(count=count):
                 return await self._fork(count)
             case Close():
@@ -182,7 +185,8 @@ class SequenceActor(Actor):
             key=mix(seed, self._lineage),
             stop=frozenset(params.stop_tokens) | (frozenset() if params.ignore_eos else self._house.facts.eos_ids),
         )
-        stream = Stream()
+        self._generations += 1
+        stream = Stream(self._generations)
         await self._start(job, stream)
         self._job, self._stream = job, stream
         return stream

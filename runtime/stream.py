@@ -13,7 +13,7 @@ class Stream:
     A reader that lags finds several tokens at once. `read` is what the reader has taken, and so how long the
     sequence is for its owner; what was computed past it is dropped when the reader leaves. `computed`: how many
     positions hold valid K and V, set once no step in flight names the job. `limit`: positions below it are leased;
-    at `renew_at` tokens read the reader asks for more.
+    at `renew_at` tokens read the reader asks for more. `serial` tells one generation of a sequence from the next.
     """
 
     __slots__ = (
@@ -24,13 +24,15 @@ class Stream:
         "logprobs",
         "read",
         "renew_at",
+        "serial",
         "signal",
         "tokens",
         "top",
         "waiting",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, serial: int = 0) -> None:
+        self.serial = serial
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[tuple[int, float]] = []
