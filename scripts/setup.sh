@@ -73,4 +73,4 @@ if [ "$system" = Linux ]; then
 fi
 
 say "installing pagefork[$extras] into .venv"
-.venv/bin/python -m pip install -qq --disable-pip-version-check --editable ".[$extras]"
+.venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check --editable ".[$extras]"
