@@ -2,6 +2,8 @@
 
 // Loops over a thread's own arrays are unrolled whole, since only then do the arrays live in registers.
 #define UNROLL _Pragma("clang loop unroll(full)")
+// Four turns' loads at once, where the turns are not known to the compiler.
+#define UNROLL_BY_4 _Pragma("clang loop unroll_count(4)")
 
 constexpr constant float LOWEST = -3.0e38f;
 constexpr constant float LOG2E = 1.44269504088896f;
@@ -35,9 +37,10 @@ struct Fold {
     const bool upper = (lane & DISTANCE) != 0;
     UNROLL
     for (int i = 0; i < N / 2; ++i) {
-      const float keep = upper ? values[i + N / 2] : values[i];
-      const float give = upper ? values[i] : values[i + N / 2];
-      values[i] = keep + simd_shuffle_xor(give, DISTANCE);
+      // Read before the choice: a choice of where to read would keep the array out of registers.
+      const float near = values[i];
+      const float far = values[i + N / 2];
+      values[i] = (upper ? far : near) + simd_shuffle_xor(upper ? near : far, DISTANCE);
     }
     Fold<N / 2, DISTANCE / 2>::run(values, lane);
   }
@@ -117,24 +120,42 @@ struct Team {
     }
   }
 
+  template <typename P>
+  vec<T, 4> load(P from, int at, bool there) const {
+    if (there) {
+      return from[at];
+    }
+    return vec<T, 4>(T(0.0f));
+  }
+
   // Attends to the TEAMS * KEYS keys from position `first` on, of which [low, high) are visible; `keys` and `values`
-  // point at the first one, `stride` vectors lie between neighbours. What is not visible is not loaded.
+  // point at the first one, `stride` vectors lie between neighbours. What is not visible is not loaded. Nearly all
+  // steps are whole; theirs are loads without a condition, so that all of them are in flight at once.
   template <typename P>
   void attend(P keys, P values, int stride, int first, int low, int high, float cap) {
-    const int mine = first + team();
-    const bool whole = first >= low && first + TEAMS * KEYS <= high;
     vec<T, 4> k[KEYS][PARTS];
     vec<T, 4> v[KEYS][PARTS];
-    UNROLL
-    for (int key = 0; key < KEYS; ++key) {
-      const int position = mine + key * TEAMS;
-      const bool visible = whole || (position >= low && position < high);
-      const int row = (team() + key * TEAMS) * stride + int(lane);
+    if (first >= low && first + TEAMS * KEYS <= high) {
       UNROLL
-      for (int part = 0; part < PARTS; ++part) {
-        const bool there = visible && has(part);
-        k[key][part] = there ? keys[row + part * LANES] : vec<T, 4>(T(0.0f));
-        v[key][part] = there ? values[row + part * LANES] : vec<T, 4>(T(0.0f));
+      for (int key = 0; key < KEYS; ++key) {
+        const int at = (team() + key * TEAMS) * stride + int(lane);
+        UNROLL
+        for (int part = 0; part < PARTS; ++part) {
+          k[key][part] = load(keys, at + part * LANES, has(part));
+          v[key][part] = load(values, at + part * LANES, has(part));
+        }
+      }
+    } else {
+      UNROLL
+      for (int key = 0; key < KEYS; ++key) {
+        const int place = team() + key * TEAMS;
+        const bool visible = first + place >= low && first + place < high;
+        UNROLL
+        for (int part = 0; part < PARTS; ++part) {
+          const int at = place * stride + int(lane) + part * LANES;
+          k[key][part] = load(keys, at, visible && has(part));
+          v[key][part] = load(values, at, visible && has(part));
+        }
       }
     }
 
@@ -161,7 +182,7 @@ struct Team {
       UNROLL
       for (int j = 0; j < HELD_KEYS; ++j) {
         const int held = i * HELD_KEYS + j;
-        const int position = mine + (int(lane) * SCORES / LANES + held) % KEYS * TEAMS;
+        const int position = first + team() + (int(lane) * SCORES / LANES + held) % KEYS * TEAMS;
         const float score = SOFTCAP ? cap * LOG2E * precise::tanh(scores[held]) : scores[held];
         weight[held] = position >= low && position < high ? score : LOWEST;
         highest = max(highest, weight[held]);
@@ -171,13 +192,13 @@ struct Team {
         highest = max(highest, simd_shuffle_xor(highest, ushort(j * LANES / SCORES)));
       }
       highest = max(highest, top[i]);
-      decay[i] = exp2(top[i] - highest);
+      decay[i] = fast::exp2(top[i] - highest);
       top[i] = highest;
       sum[i] *= decay[i];
       UNROLL
       for (int j = 0; j < HELD_KEYS; ++j) {
         const int held = i * HELD_KEYS + j;
-        weight[held] = weight[held] == LOWEST ? 0.0f : exp2(weight[held] - highest);
+        weight[held] = weight[held] == LOWEST ? 0.0f : fast::exp2(weight[held] - highest);
         sum[i] += weight[held];
       }
     }
@@ -215,7 +236,7 @@ struct Team {
       for (int distance = LANES; distance < 32; distance *= 2) {
         highest = max(highest, simd_shuffle_xor(highest, ushort(distance)));
       }
-      decay[i] = exp2(top[i] - highest);
+      decay[i] = fast::exp2(top[i] - highest);
       top[i] = highest;
       sum[i] *= decay[i];
       UNROLL
@@ -257,7 +278,7 @@ inline void emit(
   }
   // A row without keys has sum 0 and value 0.
   const float highest = max(top, sink);
-  const float decay = exp2(top - highest);
-  const float total = sum * decay + (sink == LOWEST ? 0.0f : exp2(sink - highest));
+  const float decay = fast::exp2(top - highest);
+  const float total = sum * decay + (sink == LOWEST ? 0.0f : fast::exp2(sink - highest));
   to[head * chunks + chunk] = vec<O, 4>(value * (total > 0.0f ? decay / total : 0.0f));
 }

@@ -80,7 +80,7 @@ for (int item = simdgroup * 32 + int(lane); item < GROUP * CHUNKS; item += SIMDG
   float sum = 0.0f;
   float4 value = float4(0.0f);
   for (int i = 0; i < SIMDGROUPS; ++i) {
-    const float decay = exp2(tops_of[i * GROUP + head] - top);
+    const float decay = fast::exp2(tops_of[i * GROUP + head] - top);
     sum += decay * sums_of[i * GROUP + head];
     value += decay * values_of[i * GROUP * CHUNKS + item];
   }

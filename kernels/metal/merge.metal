@@ -1,7 +1,10 @@
-// Merges the splits of every row and head. grid: (32, heads, rows); 32 threads serve one head.
+// Merges the splits of every row and head. grid: (32, heads, rows); a SIMD group serves one head, a lane every 32nd
+// vector of its value, and, of what splits say about themselves, every 32nd split.
 constexpr int CHUNKS = DIM / 4;
+constexpr int PARTS = (CHUNKS + 31) / 32;
 const int head = int(thread_position_in_grid.y);
 const int row = int(thread_position_in_grid.z);
+const int lane = int(thread_index_in_simdgroup);
 const int splits = partial_shape[2];
 
 const int high = max(lengths[row], 0);
@@ -13,18 +16,42 @@ const int used = (blocks + share - 1) / share;
 // A split's state is a whole number of vectors, so each of them is aligned.
 const auto parts = (const device float4*)partial + (row * HEADS + head) * splits * (CHUNKS + 1);
 float top = LOWEST;
-for (int split = 0; split < used; ++split) {
+for (int split = lane; split < used; split += 32) {
   top = max(top, parts[split * (CHUNKS + 1) + CHUNKS].x);
 }
-const float sink = SINK_OF(head);
-for (int chunk = int(thread_position_in_grid.x); chunk < CHUNKS; chunk += 32) {
-  float sum = 0.0f;
-  float4 value = float4(0.0f);
-  for (int split = 0; split < used; ++split) {
-    const float4 state = parts[split * (CHUNKS + 1) + CHUNKS];
-    const float decay = exp2(state.x - top);
+top = simd_max(top);
+
+float sum = 0.0f;
+float4 value[PARTS];
+UNROLL
+for (int part = 0; part < PARTS; ++part) {
+  value[part] = float4(0.0f);
+}
+for (int base = 0; base < used; base += 32) {
+  float decay = 0.0f;
+  if (base + lane < used) {
+    const float4 state = parts[(base + lane) * (CHUNKS + 1) + CHUNKS];
+    decay = fast::exp2(state.x - top);
     sum += decay * state.y;
-    value += decay * parts[split * (CHUNKS + 1) + chunk];
   }
-  emit<false>(OUTPUT, row * HEADS + head, 0, 1, chunk, CHUNKS, value, top, sum, sink);
+  const int count = min(used - base, 32);
+  UNROLL_BY_4
+  for (int i = 0; i < count; ++i) {
+    const float weight = simd_shuffle(decay, ushort(i));
+    UNROLL
+    for (int part = 0; part < PARTS; ++part) {
+      if (CHUNKS % 32 == 0 || lane + part * 32 < CHUNKS) {
+        value[part] += weight * parts[(base + i) * (CHUNKS + 1) + lane + part * 32];
+      }
+    }
+  }
+}
+sum = simd_sum(sum);
+
+const float sink = SINK_OF(head);
+UNROLL
+for (int part = 0; part < PARTS; ++part) {
+  if (CHUNKS % 32 == 0 || lane + part * 32 < CHUNKS) {
+    emit<false>(OUTPUT, row * HEADS + head, 0, 1, lane + part * 32, CHUNKS, value[part], top, sum, sink);
+  }
 }

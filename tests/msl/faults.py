@@ -53,14 +53,14 @@ FAULTS = [
     Fault(
         "a fold step shuffles half as far",
         "attention",
-        "keep + simd_shuffle_xor(give, DISTANCE)",
-        "keep + simd_shuffle_xor(give, DISTANCE / 2)",
+        "simd_shuffle_xor(upper ? near : far, DISTANCE)",
+        "simd_shuffle_xor(upper ? near : far, DISTANCE / 2)",
     ),
     Fault(
         "a fold step keeps the half that it should give",
         "attention",
-        "keep = upper ? values[i + N / 2] : values[i]",
-        "keep = upper ? values[i] : values[i + N / 2]",
+        "(upper ? far : near) + ",
+        "(upper ? near : far) + ",
     ),
     Fault(
         "the last fold steps are skipped",
@@ -134,14 +134,14 @@ FAULTS = [
     Fault(
         "the tail of the last block is loaded",
         "attention",
-        "whole || (position >= low && position < high)",
-        "whole || position >= low",
+        "const bool visible = first + place >= low && first + place < high;",
+        "const bool visible = first + place >= low;",
     ),
     Fault(
         "keys before the window are loaded",
         "attention",
-        "whole || (position >= low && position < high)",
-        "whole || position < high",
+        "const bool visible = first + place >= low && first + place < high;",
+        "const bool visible = first + place < high;",
         "window",
     ),
     Fault(
@@ -182,7 +182,11 @@ FAULTS = [
     Fault("the values are not scaled down with the top", "attention", "value[head][part] *= shrink;", ""),
     Fault("the cap is left out", "attention", "cap * LOG2E * precise::tanh", "LOG2E * precise::tanh", "softcap"),
     Fault(
-        "the sink's weight is left out", "attention", "(sink == LOWEST ? 0.0f : exp2(sink - highest))", "0.0f", "sinks"
+        "the sink's weight is left out",
+        "attention",
+        "(sink == LOWEST ? 0.0f : fast::exp2(sink - highest))",
+        "0.0f",
+        "sinks",
     ),
     Fault(
         "an empty row is divided by its sum", "attention", "(total > 0.0f ? decay / total : 0.0f)", "(decay / total)"
@@ -220,8 +224,17 @@ FAULTS = [
         "const int used = (blocks + share - 1) / share;",
         "const int used = blocks / share;",
     ),
-    Fault("a split is read at another one's place", "merge", "(CHUNKS + 1) + chunk]", "CHUNKS + chunk]"),
-    Fault("splits are added unweighted", "merge", "value += decay * parts", "value += parts"),
+    Fault("a split is read at another one's place", "merge", "(base + i) * (CHUNKS + 1)", "(base + i) * CHUNKS"),
+    Fault("splits are added unweighted", "merge", "+= weight * parts", "+= parts"),
+    Fault("a split gets another one's weight", "merge", "ushort(i)", "ushort(i ^ 1)"),
+    Fault("the sums of the splits stay apart", "merge", "sum = simd_sum(sum);", ""),
+    Fault("the highest score is one lane's own", "merge", "top = simd_max(top);", ""),
+    Fault(
+        "a lane without a split stays away from the shuffle",
+        "merge",
+        "const int count = min(used - base, 32);",
+        "const int count = base + lane < used ? min(used - base, 32) : 0;",
+    ),
     # Writing
     Fault("an ignored slot is written", "write_kv", "if (slot < 0) {", "if (slot < -1) {", "write"),
     Fault("K goes into the pool of V", "write_kv", "(second ? v_pool : k_pool)", "(second ? k_pool : v_pool)", "write"),

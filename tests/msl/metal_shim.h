@@ -138,6 +138,9 @@ inline float max(float a, float b) { return a > b || b != b ? a : b; }
 inline int clamp(int a, int low, int high) { return min(max(a, low), high); }
 inline float exp2(float a) { return msl::exp2(a); }
 inline float exp(float a) { return msl::exp(a); }
+namespace fast {
+inline float exp2(float a) { return msl::exp2(a); }
+}  // namespace fast
 namespace precise {
 inline float tanh(float a) { return msl::tanh(a); }
 }  // namespace precise
