@@ -161,6 +161,15 @@ class PagedKVCache:
         """What a step must evaluate for its writes to happen: every pool, and what last read or wrote it."""
         return [*self._k, *self._v, *(order for order in self._order if order is not None)]
 
+    def orders(self) -> list[mx.array]:
+        """What last read or wrote each layer's pools, where they are written in place; see `set_orders`."""
+        return [order if order is not None else mx.zeros((8,), self.dtype) for order in self._order]
+
+    def set_orders(self, orders: Sequence[mx.array]) -> None:
+        """Say what last read or wrote each layer's pools: for a trace, which knows only its own arrays."""
+        self._order = list(orders)
+        self._written = list(orders)
+
     def read(self, layer: int, table_ids: mx.array | Ids, length: int) -> tuple[mx.array, mx.array]:
         """The first `length` positions of a table as contiguous K and V, each `[length, kv_heads, head_dim]`.
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from pagefork.runtime.beam import Beam, BeamSearchParams, OnStep, close_all, search
-from pagefork.runtime.engine import build
 from pagefork.runtime.errors import ContextOverflow, InvalidRequest, RuntimeClosed
+from pagefork.runtime.forward import build
 from pagefork.runtime.generation import Generation
 from pagefork.runtime.house import House
 from pagefork.runtime.messages import Append, Close, Fork, ReadKV, SamplingParams, TopK, Truncate

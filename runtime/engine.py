@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,11 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from pagefork import kernels
-from pagefork.cache.kv import PagedKVCache
 from pagefork.runtime.messages import Message, StepDone, StepFailed
-from pagefork.runtime.models import Model, Progress, Source, load
-from pagefork.runtime.sampling import Sampling, best, log_softmax, sample
+from pagefork.runtime.sampling import Sampling
 from pagefork.runtime.tokenizer import Tokenizer
 
 log = structlog.get_logger("pagefork")
@@ -98,89 +94,6 @@ class StepEngine(Protocol):
 
     def close(self) -> None:
         """Undo what loading changed outside; called last, in the thread."""
-
-
-class Engine:
-    """A model and its block pools. `depth`: how many steps may be in flight, see Worker."""
-
-    def __init__(self, model: Model, kv: PagedKVCache, depth: int) -> None:
-        self.facts = Facts(
-            name=model.name,
-            vocab_size=model.vocab_size,
-            max_context=model.max_context or 1 << 30,
-            eos_ids=model.eos_ids,
-            tokenizer=model.tokenizer,
-            layers=len(model.layers),
-            depth=depth,
-            kv_bytes=kv.nbytes,
-        )
-        self._model = model
-        self._kv = kv
-        self._flights: deque[tuple[mx.array, ...]] = deque()
-        self._previous = mx.zeros((1,), dtype=mx.int32)
-
-    def launch(self, plan: StepPlan) -> None:
-        tokens = self._tokens(plan)
-        rows = mx.array(plan.rows) if len(plan.rows) else None
-        logits = self._model(tokens, mx.array(plan.positions), self._attend(plan), rows)
-        out: tuple[mx.array, ...] = ()
-        if rows is not None:
-            logprobs = log_softmax(logits)
-            ids = sample(logprobs, plan.sampling)
-            self._previous = ids
-            out = (ids, mx.take_along_axis(logprobs, ids[:, None], axis=-1)[:, 0])
-            if plan.topk:
-                out += best(logprobs, plan.topk)
-        mx.async_eval(*out, *self._kv.pending())  # type: ignore[no-untyped-call]
-        self._flights.append(out)
-
-    def collect(self) -> StepResult:
-        out = self._flights.popleft()
-        if not out:
-            mx.eval(*self._kv.pending())
-            return StepResult(np.zeros(0, np.int32), np.zeros(0, np.float32))
-        return StepResult(*(np.array(array) for array in out))
-
-    def read_kv(self, layer: int, table: Ints, length: int) -> tuple[Any, Any]:
-        k, v = self._kv.read(layer, mx.array(table), length)
-        return np.array(k.astype(mx.float32)), np.array(v.astype(mx.float32))
-
-    def close(self) -> None:
-        self._model.restore()
-
-    def _tokens(self, plan: StepPlan) -> mx.array:
-        tokens = mx.array(plan.tokens)
-        if not (plan.feed >= 0).any():
-            return tokens
-        feed = mx.array(np.concatenate([plan.feed, np.full(len(plan.tokens) - len(plan.feed), -1, np.int32)]))
-        return mx.where(feed >= 0, self._previous[mx.maximum(feed, 0)], tokens)
-
-    def _attend(self, plan: StepPlan) -> Callable[..., mx.array]:
-        kv, decodes = self._kv, len(plan.lengths)
-        slots = mx.array(plan.slots)
-        copies = mx.array(plan.copies) if len(plan.copies) else None
-        tables, lengths = mx.array(plan.tables), mx.array(plan.lengths)
-        longest = int(plan.lengths.max()) if decodes else 0
-        segments = [(s, mx.array(s.table)) for s in plan.segments]
-
-        def attend(layer: int, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array | None) -> mx.array:
-            spec = self._model.layers[layer]
-            options: dict[str, Any] = {
-                "scale": spec.scale,
-                "window": spec.window,
-                "softcap": spec.softcap,
-                "sinks": sinks,
-            }
-            kv.write(layer, k, v, slots, copies)
-            parts = []
-            if decodes:
-                parts.append(kv.attend(layer, q[:decodes], tables, lengths, max_length=longest, **options))
-            for segment, table in segments:
-                chunk = q[segment.row : segment.row + segment.count]
-                parts.append(kv.prefill(layer, chunk, table, segment.start, **options))
-            return parts[0] if len(parts) == 1 else mx.concatenate(parts)
-
-        return attend
 
 
 @dataclass(frozen=True)
@@ -273,42 +186,3 @@ class EngineThread:
         while (command := self._queue.get()) != "stop":
             if isinstance(command, _Call):
                 command.done(None, error)
-
-
-def build(source: Source, blocks: int, block_size: int, progress: Progress | None, strict: bool) -> Engine:
-    """Load a model, allocate its pools and compile its kernels; call it in the engine's thread."""
-    model = load(source, progress=progress)
-    kv = PagedKVCache(blocks, block_size, [(s.kv_heads, s.head_dim) for s in model.layers], model.dtype)
-    depth = _prepare_kernels(model, block_size, progress, strict)
-    log.info(
-        "model_loaded",
-        model=model.name,
-        layers=len(model.layers),
-        weights_mb=round(model.weight_bytes / 1e6),
-        kv_mb=round(kv.nbytes / 1e6),
-        device=str(mx.default_device()),
-        fused_kernels=depth > 1,
-    )
-    return Engine(model, kv, depth)
-
-
-def _prepare_kernels(model: Model, block_size: int, progress: Progress | None, strict: bool) -> int:
-    """Compile and self-test every variant that the model needs; returns how many steps may be in flight."""
-    cases = [
-        kernels.Attention(
-            dtype=model.dtype,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            block_size=block_size,
-            window=spec.window is not None,
-            sinks=spec.sinks,
-            softcap=spec.softcap is not None,
-        )
-        for spec in model.layers
-    ]
-    cases = list(dict.fromkeys(cases))
-    if mx.default_device().type == mx.DeviceType.gpu:
-        tell = progress or (lambda stage, fraction: None)
-        kernels.prepare(cases, strict=strict, progress=lambda done, total, _: tell("kernels", done / total))
-    return 2 if kernels.in_place(cases) else 1

@@ -87,6 +87,12 @@ class Lanes:
         slots: npt.NDArray[np.int32] = self.tables[lanes, index] * np.int32(self.block_size) + offset
         return slots
 
+    def width(self, length: int) -> int:
+        """How many table entries a step of this longest length gets: few different numbers, at most 1/8 too many."""
+        blocks = -(-length // self.block_size)
+        step = max(8, 1 << max(blocks.bit_length() - 3, 0))
+        return min(-(-blocks // step) * step, self.tables.shape[1])
+
     def table(self, lane: int, length: int) -> npt.NDArray[np.int32]:
         """A copy of the entries that cover `length` positions."""
         return self.tables[lane, : -(-length // self.block_size)].copy()

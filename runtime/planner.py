@@ -84,7 +84,7 @@ class Planner:
     def _assemble(self, decodes: Index, jobs: list[Job], chunks: list[tuple[Job, int]]) -> tuple[StepPlan, Flight]:
         lanes = self._lanes
         positions = lanes.position[decodes]
-        width = int(positions.max()) // lanes.block_size + 1 if len(decodes) else 1
+        width = lanes.width(int(positions.max()) + 1) if len(decodes) else 1
         tokens, places, slots = [lanes.next_token[decodes]], [positions], [lanes.slots(decodes, positions)]
         segments, rows, row = [], list(range(len(decodes))), len(decodes)
         for job, count in chunks:

@@ -40,20 +40,27 @@ def row_keys(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.integer]) -
     return np.stack([z >> np.uint64(32), z & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
 
 
-def log_softmax(logits: mx.array) -> mx.array:
-    """float32 log-probabilities of `[rows, vocab]` logits."""
+def choose(logits: mx.array, sampling: Sampling, topk: int = 0) -> tuple[mx.array, ...]:
+    """A token for each row of `logits` `[rows, vocab]`: ids int32 and log-probabilities float32 `[rows]`.
+
+    With `topk`, the ids and log-probabilities of the most likely tokens follow, `[rows, topk]`, best first.
+    """
     logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    ids = sample(logits, total, sampling)
+    chosen = (ids, (mx.take_along_axis(logits, ids[:, None], axis=-1) - total)[:, 0])
+    return chosen + best(logits - total, topk) if topk else chosen
 
 
-def sample(logprobs: mx.array, sampling: Sampling) -> mx.array:
-    """One token id per row, int32 `[rows]`, from float32 log-probabilities `[rows, vocab]`.
+def sample(logits: mx.array, total: mx.array, sampling: Sampling) -> mx.array:
+    """One token id per row, int32 `[rows]`, from float32 logits `[rows, vocab]` and their logsumexp `[rows, 1]`.
 
     Gumbel-max (Gumbel 1954): every operation is row by row, so a row's token does not depend on its batch.
     """
-    greedy = mx.argmax(logprobs, axis=-1).astype(mx.int32)
+    greedy = mx.argmax(logits, axis=-1).astype(mx.int32)
     if not sampling.temperature.any():
         return greedy
+    logprobs = logits - total
     kept = _filtered(logprobs, sampling)
     temperature = mx.array(sampling.temperature)[:, None]
     noise = mx.vmap(lambda key: mx.random.gumbel((logprobs.shape[-1],), key=key))(mx.array(sampling.keys))

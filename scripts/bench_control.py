@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from pagefork.runtime import SamplingParams
 from pagefork.runtime.api import opened
-from pagefork.runtime.engine import Engine
+from pagefork.runtime.forward import Engine
 from pagefork.runtime.supervisor import Options
 
 VOCAB = 64
