@@ -53,6 +53,11 @@ class StepPlan:
     sampling: Sampling
     topk: int = 0
 
+    @property
+    def only_decodes(self) -> bool:
+        """No prompt chunks, no copies, and every row wants logits."""
+        return len(self.tokens) == len(self.lengths) == len(self.rows) and not len(self.copies)
+
 
 @dataclass(frozen=True)
 class StepResult:

@@ -45,11 +45,7 @@ class Engine:
 
     def launch(self, plan: StepPlan) -> None:
         tokens, positions = self._tokens(plan), mx.array(plan.positions)
-        if (
-            self._traces is not None
-            and len(plan.tokens) == len(plan.lengths) == len(plan.rows)
-            and not len(plan.copies)
-        ):
+        if self._traces is not None and plan.only_decodes:
             logits = self._decode(plan, tokens, positions)
         else:
             rows = mx.array(plan.rows) if len(plan.rows) else None
@@ -90,6 +86,7 @@ class Engine:
         if width not in self._traces:
             self._traces[width] = mx.compile(self._traced(width * self._kv.block_size))
         arrays = (tokens, positions, mx.array(plan.slots), mx.array(plan.tables), mx.array(plan.lengths))
+        logits: mx.array
         logits, orders = self._traces[width](*arrays, self._kv.orders())
         self._kv.set_orders(orders)
         return logits

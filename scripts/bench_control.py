@@ -1,4 +1,4 @@
-"""Host cost per delivered token: a null model, every sequence read by a task of its own, beside mlx-lm's BatchGenerator."""
+"""Host cost per delivered token: a null model, each sequence read by its own task, beside mlx-lm's BatchGenerator."""
 
 from __future__ import annotations
 
