@@ -55,7 +55,7 @@ class Engine:
             out = choose(logits, plan.sampling, plan.topk)
             self._previous = out[0]
         pending = self._kv.pending()
-        mx.async_eval(*out, *pending)  # type: ignore[no-untyped-call]
+        mx.async_eval(*out, *pending)
         self._flights.append((out, pending[-1:]))
 
     def collect(self) -> StepResult:
