@@ -1,6 +1,6 @@
 """Actors, the public async API, models."""
 
-from pagefork.runtime import blas as blas  # first: it must load before MLX does
+from pagefork.runtime import environment as environment  # first: MLX reads it when it starts
 from pagefork.runtime.api import Runtime, Sequence, Stats
 from pagefork.runtime.beam import Beam, BeamSearchParams, Past
 from pagefork.runtime.errors import (

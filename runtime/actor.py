@@ -23,7 +23,7 @@ log = structlog.get_logger("pagefork")
 class Reply:
     """The answer to one `ask`: a value, an error, or withdrawn."""
 
-    __slots__ = ("_signal", "done", "error", "value", "withdrawn")
+    __slots__ = ("_late", "_signal", "done", "error", "value", "withdrawn")
 
     def __init__(self) -> None:
         self._signal = Signal()
@@ -31,11 +31,14 @@ class Reply:
         self.withdrawn = False
         self.value: Any = None
         self.error: BaseException | None = None
+        self._late: Callable[[Any], None] | None = None
 
     def set(self, value: Any) -> None:
         if not self.done:
             self.value, self.done = value, True
             self._signal.set()
+            if self._late is not None:
+                self._late(value)
 
     def fail(self, error: BaseException) -> None:
         if not self.done:
@@ -46,6 +49,13 @@ class Reply:
         if not self.done:
             self.withdrawn = self.done = True
             self._signal.set()
+
+    def abandon(self, late: Callable[[Any], None]) -> None:
+        """Nobody waits any more: `late` takes the value, be it here already or yet to come."""
+        if not self.done:
+            self._late = late
+        elif self.error is None and not self.withdrawn:
+            late(self.value)
 
     async def settled(self) -> None:
         while not self.done:
@@ -179,11 +189,11 @@ class Actor:
             try:
                 await reply.settled()
             except anyio.get_cancelled_exc_class():
+                if late is not None:
+                    reply.abandon(late)
                 self.withdraw(envelope)
                 with anyio.CancelScope(shield=True):
                     await reply.settled()
-                if late is not None and not reply.withdrawn and reply.error is None:
-                    late(reply.value)
                 raise
             if reply.withdrawn:
                 raise WorkerDied(f"{self.name} withdrew the request")

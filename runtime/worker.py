@@ -152,7 +152,7 @@ class Worker(Actor):
             elif ends[row] >= job.submit.end - 1:
                 self._end(job, "length")
         for job in flight.named:
-            if not job.wants_logits and job.prompt_planned:
+            if not job.wants_logits and job.prompt_planned and not lanes.flights[job.lane]:
                 self._end(job, "done")
             self._close_if_landed(job)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from typing import Any
 
 import anyio
 import mlx.core as mx
+import mlx.nn as nn
 
 from pagefork.runtime import SamplingParams
 from pagefork.runtime.api import opened
@@ -81,3 +83,59 @@ async def ours(sequences: int, tokens: int, depth: int) -> float:
             begin = time.perf_counter()
             started.set()
         return (time.perf_counter() - begin) / (sequences * tokens) * 1e6
+
+
+class NullModule(nn.Module):
+    """The same null model as mlx-lm sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: list[nn.Module] = []
+        self._logits = mx.arange(VOCAB).astype(mx.float32)[None, None]
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        return mx.broadcast_to(self._logits, (*inputs.shape, VOCAB))
+
+
+def theirs(sequences: int, tokens: int) -> float:
+    """Microseconds per token of mlx-lm's BatchGenerator: one caller, no event loop."""
+    from mlx_lm.generate import BatchGenerator
+
+    generator = BatchGenerator(
+        NullModule(), max_tokens=tokens, completion_batch_size=sequences, prefill_batch_size=sequences
+    )
+    generator.insert([[1, 2, 3, 4]] * sequences)
+    delivered = 0
+    while not delivered:
+        delivered += len(generator.next()[1])
+    gc.collect()
+    begin, first = time.perf_counter(), delivered
+    while delivered < sequences * tokens:
+        delivered += len(generator.next()[1])
+    took = time.perf_counter() - begin
+    generator.close()
+    return took / (delivered - first) * 1e6
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser("control", help=__doc__)
+    parser.add_argument("--backend", choices=("asyncio", "trio"), default="asyncio")
+    parser.add_argument("--quick", action="store_true", help="few tokens: to see that it runs")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: Any) -> None:
+    scale = 10 if arguments.quick else 1
+    rows = []
+    for sequences, tokens in ((1, 3000), (32, 600), (256, 200)):
+        count = tokens // scale
+        best = min(anyio.run(ours, sequences, count, 1, backend=arguments.backend) for _ in range(3))
+        peer = min(theirs(sequences, count) for _ in range(3))
+        rows.append({"sequences": sequences, "us_per_token": round(best, 2), "mlx_lm_us_per_token": round(peer, 2)})
+    if arguments.json:
+        print(json.dumps({"backend": arguments.backend, "rows": rows}))
+        return
+    print("sequences   us/token   mlx-lm BatchGenerator (no async)")
+    for row in rows:
+        print(f"{row['sequences']:9}   {row['us_per_token']:8.1f}   {row['mlx_lm_us_per_token']:8.1f}")
