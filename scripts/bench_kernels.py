@@ -130,15 +130,17 @@ def measure(shape: Shape, quick: bool, peers: bool) -> Row:
 def slope(chain: Chain, quick: bool, expected: float, repeats: int = 7) -> float:
     """Milliseconds a launch: the difference of a long chain and a short one, over the launches between.
 
-    A chain is queued behind work that keeps the device busy meanwhile, so that the time to queue it is hidden; the
-    chains are short enough for MLX's limit on work in flight. `expected`: a guess of the result.
+    A chain is queued behind work that keeps the device busy meanwhile, so that the time to queue it is hidden too.
+    `expected`: a guess of the result.
     """
-    short, long = (1, 3) if quick else (8, 8 + min(72, max(8, int(60 / expected))))
+    short, long = (1, 3) if quick else (8, 8 + min(100, max(8, int(40 / expected))))
     seconds = {short: [], long: []}
     for repeat in range(repeats + 1):
         for launches in (short, long):
             begin = time.perf_counter()
-            mx.eval(chain(launches, busy(quick)))
+            after = busy(quick)
+            mx.async_eval(after)
+            mx.eval(chain(launches, after))
             mx.synchronize()
             if repeat:
                 seconds[launches].append(time.perf_counter() - begin)
@@ -146,10 +148,10 @@ def slope(chain: Chain, quick: bool, expected: float, repeats: int = 7) -> float
 
 
 def busy(quick: bool) -> mx.array:
-    """Some 20 ms of work on a large GPU; depends on nothing."""
+    """Some 30 ms of work on a large GPU; depends on nothing."""
     size = 16 if quick else 8192
     square = mx.full((size, size), 1e-4, dtype=mx.float32 if quick else mx.bfloat16)
-    for _ in range(1 if quick else 12):
+    for _ in range(1 if quick else 20):
         square = square @ square
     return square.reshape(-1)[:8]
 

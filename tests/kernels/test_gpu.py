@@ -1,0 +1,200 @@
+"""The fused kernels on a GPU, against attention in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pagefork.kernels import paged_attention, prefill_attention, selftest, write_kv
+from pagefork.kernels.device import device
+
+from .oracle import attend, error, random_case, to_numpy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(mx.default_device().type != mx.gpu, reason="no GPU back end of MLX"),
+]
+
+TOLERANCE = {mx.float32: 2e-3, mx.float16: 2e-3, mx.bfloat16: 1e-2}
+DTYPES = list(TOLERANCE)
+RAGGED = [0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 100, 0, 257, 640, 1500]
+
+
+def check(dtype: mx.Dtype, **options: object) -> None:
+    case = random_case(np.random.default_rng(0), dtype, **{"lengths": RAGGED, **options})
+    arrays = case.arrays(dtype)
+    found = paged_attention(*arrays, **case.options(dtype), backend=device().backend)
+    assert error(found, attend(case)) <= TOLERANCE[dtype]
+    again = paged_attention(*arrays, **case.options(dtype), backend=device().backend)
+    assert mx.array_equal(found, again)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+def test_head_dims(dtype: mx.Dtype, head_dim: int) -> None:
+    check(dtype, head_dim=head_dim, heads=8, kv_heads=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_block_sizes(dtype: mx.Dtype, block_size: int) -> None:
+    check(dtype, block_size=block_size, heads=6, kv_heads=2)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(1, 1), (4, 2), (9, 3), (16, 4), (10, 2), (12, 2), (7, 1), (32, 4), (16, 1)]
+)
+def test_gqa_ratios(dtype: mx.Dtype, heads: int, kv_heads: int) -> None:
+    check(dtype, heads=heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(32, 1, 256), (71, 1, 64), (64, 2, 128), (40, 40, 128), (24, 24, 64)]
+)
+def test_large_groups_and_many_kv_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    check(mx.float16, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("window", "sinks", "softcap"), list(itertools.product([None, 37], [False, True], [None, 12.0]))
+)
+def test_features(dtype: mx.Dtype, window: int | None, sinks: bool, softcap: float | None) -> None:
+    check(dtype, block_size=8, heads=8, kv_heads=2, window=window, sinks=sinks, softcap=softcap)
+
+
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 5000])
+def test_windows(window: int) -> None:
+    check(mx.float16, heads=8, kv_heads=2, window=window)
+    check(mx.float16, block_size=8, heads=8, kv_heads=2, window=window)
+
+
+@pytest.mark.parametrize("lengths", [[0], [0, 0, 0], [1], [20_000], [20_000, 0, 1, 3], [0] * 40 + [5000] + [0] * 60])
+def test_lopsided_lengths(lengths: list[int]) -> None:
+    check(mx.bfloat16, lengths=lengths, heads=8, kv_heads=2)
+
+
+def test_many_ragged_rows() -> None:
+    rng = np.random.default_rng(1)
+    lengths = np.where(rng.random(300) < 0.2, 0, rng.integers(1, 1200, 300))
+    check(mx.bfloat16, lengths=lengths.tolist(), heads=8, kv_heads=4)
+
+
+def test_selftest_passes() -> None:
+    assert [result for result in selftest() if not result.passed] == []
+
+
+def pools(blocks: int, dtype: mx.Dtype = mx.bfloat16, kv_heads: int = 8, dim: int = 128) -> tuple[mx.array, mx.array]:
+    made = tuple(mx.zeros((blocks, 16, kv_heads, dim), dtype=dtype) for _ in range(2))
+    mx.eval(made)
+    return made
+
+
+def test_a_thousand_pipelined_steps_write_in_place() -> None:
+    """128 sequences grow by a row a step in a 4 GB pool, while 8 blocks a step are copied; nothing is ever awaited."""
+    rows, copied, steps = 128, 8, 1000
+    k_pool, v_pool = pools(1 << 16)
+    tables = np.random.default_rng(0).permutation(1 << 15)[: rows * 63].reshape(rows, 63).astype(np.int32)
+    base = mx.random.randint(0, 8, (2, rows, 8, 128)).astype(mx.bfloat16)
+    q = mx.random.normal((rows, 32, 128)).astype(mx.bfloat16)
+    table = mx.array(tables)
+    scale = 128**-0.5
+    lengths, slots, copies, additions = [], [], [], []
+    for step in range(steps):
+        slot = tables[:, step // 16] * 16 + step % 16
+        slots.append(mx.array(np.where(np.arange(rows) == step % 131, -1, slot).astype(np.int32)))
+        target = (1 << 15) + step * copied + np.arange(copied)
+        filled = np.full(copied, min(5, step % 16))  # of the block that is being filled, what is full before
+        copies.append(mx.array(np.stack([tables[:copied, step // 16], target, filled], 1).astype(np.int32)))
+        lengths.append(mx.full((rows,), step + 1, dtype=mx.int32))
+        additions.append(mx.array(step % 31 * 8, dtype=mx.bfloat16))
+    mx.eval(base, q, table, lengths, slots, copies, additions)
+
+    def advance(step: int, order: mx.array | None) -> mx.array:
+        new = base + additions[step]
+        _, _, order = write_kv(k_pool, v_pool, new[0], new[1], slots[step], copies[step], order)
+        options = {"scale": scale, "max_length": step + 1, "order": order}
+        return paged_attention(q, k_pool, v_pool, table, lengths[step], **options)
+
+    order = advance(0, None)
+    mx.eval(order)
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for step in range(1, steps):
+        order = advance(step, order)
+        mx.async_eval(order)
+    mx.eval(order)
+    mx.synchronize()
+    # What the steps hold in flight (new rows, partial results), but nothing of a pool's size.
+    assert mx.get_peak_memory() - before < 128 << 20 < k_pool.nbytes
+    assert mx.get_active_memory() - before < 16 << 20
+
+    offsets = np.arange(steps) % 31 * 8
+    written = to_numpy(base)[:, None] + offsets[None, :, None, None, None]
+    skipped = [step for step in range(steps) if step % 131 < rows]
+    written[:, skipped, [step % 131 for step in skipped]] = 0
+    for pool, expected in zip((k_pool, v_pool), written, strict=True):
+        found = to_numpy(pool[mx.array(tables)].reshape(rows, -1, 8, 128)[:, :steps])
+        np.testing.assert_array_equal(found, expected.swapaxes(0, 1))
+        for step in (3, 16, 20, 500, 999):
+            target = (1 << 15) + step * copied
+            copy = np.zeros((copied, 16, 8, 128))
+            filled, first = min(5, step % 16), step // 16 * 16
+            copy[:, :filled] = expected[first : first + filled, :copied].swapaxes(0, 1)
+            np.testing.assert_array_equal(to_numpy(pool[target : target + copied]), copy)
+    options = {"scale": scale, "order": order}
+    reference = paged_attention(q, k_pool, v_pool, table, lengths[-1], **options, backend="reference")
+    assert error(order, to_numpy(reference)) <= 1e-2
+
+
+def test_a_write_alone_adds_no_memory() -> None:
+    k_pool, v_pool = pools(1 << 16)
+    new = mx.ones((128, 8, 128), dtype=mx.bfloat16)
+    slots = mx.arange(128) * 16
+    copies = mx.array([(i, 1000 + i, 16) for i in range(8)])
+    mx.eval(new, slots, copies, write_kv(k_pool, v_pool, new, new, slots, copies)[2])
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before, order = mx.get_active_memory(), None
+    for _ in range(1000):
+        order = write_kv(k_pool, v_pool, new, new, slots, copies, order)[2]
+        mx.async_eval(order)
+    mx.eval(order)
+    mx.synchronize()
+    # Each write puts out its `order` of 16 bytes, of which some are in flight.
+    assert mx.get_peak_memory() - before <= 1 << 20
+    np.testing.assert_array_equal(to_numpy(k_pool[1000:1008, 0]), 1)
+
+
+@pytest.mark.parametrize("reader", ["decode", "prefill"])
+def test_order_keeps_each_step_between_its_write_and_the_next(reader: str) -> None:
+    """Every step overwrites what the step before reads, at length, and nothing else ties the steps."""
+    length, rows, steps = 4096, 16, 200
+    k_pool, v_pool = pools(length // 16)
+    table = mx.array(np.random.default_rng(0).permutation(length // 16).astype(np.int32))
+    slots = (table[:, None] * 16 + mx.arange(16)).reshape(-1).astype(mx.int32)
+    zeros = mx.zeros((length, 8, 128), dtype=mx.bfloat16)
+    values = [mx.full((length, 8, 128), step % 128, dtype=mx.bfloat16) for step in range(steps)]
+    q = mx.random.normal((rows, 32, 128)).astype(mx.bfloat16)
+    tables, lengths = mx.broadcast_to(table, (rows, len(table))) + 0, mx.full((rows,), length, dtype=mx.int32)
+    mx.eval(slots, zeros, values, q, tables, lengths)
+    order, outputs = None, []
+    for step in range(steps):
+        _, _, order = write_kv(k_pool, v_pool, zeros, values[step], slots, None, order)
+        if reader == "decode":
+            order = paged_attention(q, k_pool, v_pool, tables, lengths, scale=1.0, order=order)
+        else:
+            order = prefill_attention(q, k_pool, v_pool, table, length - rows, scale=1.0, order=order)
+        outputs.append(order)
+        if step % 3 == 0:
+            mx.async_eval(order)
+    found = to_numpy(mx.stack(outputs))
+    expected = np.broadcast_to((np.arange(steps) % 128)[:, None, None, None], found.shape)
+    np.testing.assert_allclose(found, expected, rtol=1e-2)
