@@ -368,7 +368,8 @@ class SequenceActor(Actor):
         """Have blocks for `length` tokens, those from `write_from` on its own; returns the copies to submit."""
 
         def late(answer: Granted | Exhausted) -> None:
-            self._forget(self._adopt(answer), write_from or 0)
+            if isinstance(answer, Granted):
+                self._forget(self._adopt(answer), write_from or 0)
 
         if write_from is not None:
             self._computed = min(self._computed, write_from)

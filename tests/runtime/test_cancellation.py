@@ -10,7 +10,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pagefork.runtime import BeamSearchParams, Runtime, SamplingParams, Sequence
+from pagefork.runtime import BeamSearchParams, PoolExhausted, Runtime, SamplingParams, Sequence
 
 from .double import Double, free, runtime, take
 
@@ -26,6 +26,12 @@ Operation = Callable[[Runtime, Sequence], Awaitable[None]]
 async def append(rt: Runtime, seq: Sequence) -> None:
     await seq.append(EXTRA)
     assert seq.tokens == PROMPT + EXTRA
+
+
+async def append_too_much(rt: Runtime, seq: Sequence) -> None:
+    with pytest.raises(PoolExhausted):
+        await seq.append([7] * 4 * BLOCKS)
+    assert seq.tokens == PROMPT
 
 
 async def generate(rt: Runtime, seq: Sequence) -> None:
@@ -85,6 +91,7 @@ async def beam_search(rt: Runtime, seq: Sequence) -> None:
 
 OPERATIONS: list[Operation] = [
     append,
+    append_too_much,
     generate,
     generate_to_the_end,
     leave_a_generation,
