@@ -11,13 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
-import structlog
 
 from pagefork.runtime.errors import DeadlineExceeded, PageforkError, WorkerDied
 from pagefork.runtime.messages import Message
 from pagefork.runtime.signal import Signal
-
-log = structlog.get_logger("pagefork")
 
 
 class Reply:

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import sys
 
-import structlog
+from pagefork.runtime.log import log
 
 _NAMES = ("libopenblas.so.0", "libopenblas.so")
 
@@ -25,7 +25,6 @@ def preload() -> str | None:
     """
     if sys.platform != "linux" or os.environ.get("PAGEFORK_BLAS") == "0" or not _is_cpu_build():
         return None
-    log = structlog.get_logger("pagefork")
     if "mlx.core" in sys.modules:
         log.debug("blas", library=None, reason="mlx.core was imported before pagefork")
         return None

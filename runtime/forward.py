@@ -8,15 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import structlog
 
 from pagefork import kernels
 from pagefork.cache.kv import PagedKVCache
 from pagefork.runtime.engine import Facts, Ints, StepPlan, StepResult
+from pagefork.runtime.log import log
 from pagefork.runtime.models import Model, Progress, Source, load
 from pagefork.runtime.sampling import choose
-
-log = structlog.get_logger("pagefork")
 
 
 class Engine:

@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import structlog
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
@@ -25,6 +24,7 @@ from pagefork.runtime import fetch, gguf
 from pagefork.runtime.dense import DenseKV, WholeCache
 from pagefork.runtime.errors import InvalidRequest, ModelUnavailable, UnsupportedModel
 from pagefork.runtime.layers import LayerSpec, attempt, brief, layer_spec, trunks
+from pagefork.runtime.log import log
 from pagefork.runtime.routing import Attend, LayerCache, Patch, Probe, Step, refuse, take_rows
 from pagefork.runtime.softcap import ATTENTION as SOFTCAPPED
 from pagefork.runtime.tokenizer import Tokenizer, adapt
@@ -38,8 +38,6 @@ DEFAULT_MODEL = "smollm2-135m"
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 _PROMPTS = ((3, 1, 4, 1, 5, 9, 2), (2, 7, 1, 8, 2))
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
-
-log = structlog.get_logger("pagefork")
 
 
 class Model:

@@ -11,7 +11,7 @@ import anyio
 import msgspec
 import numpy as np
 
-from pagefork.runtime.actor import Actor, Envelope, log
+from pagefork.runtime.actor import Actor, Envelope
 from pagefork.runtime.errors import (
     ContextOverflow,
     InvalidRequest,
@@ -21,6 +21,7 @@ from pagefork.runtime.errors import (
     SequenceClosed,
 )
 from pagefork.runtime.house import House
+from pagefork.runtime.log import log
 from pagefork.runtime.messages import (
     Append,
     Cancel,

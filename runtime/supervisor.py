@@ -12,11 +12,12 @@ import anyio.lowlevel
 import anyio.to_thread
 from msgspec import Struct
 
-from pagefork.runtime.actor import Actor, Reply, log
+from pagefork.runtime.actor import Actor, Reply
 from pagefork.runtime.allocator import Allocator
 from pagefork.runtime.engine import EngineThread, Facts, Ints, StepEngine
 from pagefork.runtime.errors import BlocksLeaked, PageforkError
 from pagefork.runtime.house import House
+from pagefork.runtime.log import log
 from pagefork.runtime.messages import Audit, Close
 from pagefork.runtime.sequence import SequenceActor
 from pagefork.runtime.worker import Worker

@@ -13,8 +13,9 @@ def main() -> None:
     import bench_control
     import bench_decode
     import bench_kernels
+    import bench_load
 
-    for module in (bench_kernels, bench_control, bench_decode):
+    for module in (bench_kernels, bench_control, bench_decode, bench_load):
         module.add_command(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
