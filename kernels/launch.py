@@ -45,7 +45,6 @@ def _kernel(
     header: str,
     shared_memory: int,
 ) -> Any:
-    common = {"name": name, "input_names": inputs, "output_names": outputs, "source": source, "header": header}
     if backend == "metal":
-        return mx.fast.metal_kernel(**common)
-    return mx.fast.cuda_kernel(**common, shared_memory=shared_memory)
+        return mx.fast.metal_kernel(name, inputs, outputs, source, header)
+    return mx.fast.cuda_kernel(name, inputs, outputs, source, header, shared_memory=shared_memory)

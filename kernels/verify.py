@@ -160,13 +160,15 @@ def _one_attention_error(case: Attention, rng: np.random.Generator, rows: int, l
     found = dispatch.paged_attention(
         q, k, v, table, length, scale=scale, window=window, sinks=sink, softcap=softcap, max_length=longest
     )
-    wide = [array.astype(mx.float32) for array in (q, k, v)]
+    wide_q, wide_k, wide_v = (array.astype(mx.float32) for array in (q, k, v))
     wide_sink = None if sink is None else sink.astype(mx.float32)
     expected = reference.paged_attention(
-        *wide, table, length, scale=scale, window=window, sinks=wide_sink, softcap=softcap
+        wide_q, wide_k, wide_v, table, length, scale=scale, window=window, sinks=wide_sink, softcap=softcap
     )
+    if not bool(mx.isfinite(found).all().item()):
+        return math.inf
     difference = mx.abs(found.astype(mx.float32) - expected).max() / mx.abs(expected).max()
-    return float(difference.item()) if bool(mx.isfinite(found).all().item()) else math.inf
+    return float(np.array(difference))
 
 
 def _write_error(pools: Pools) -> float:

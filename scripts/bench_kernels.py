@@ -112,8 +112,9 @@ def measure(shape: Shape, quick: bool, peers: bool) -> Row:
         return after
 
     def side(pool: mx.array, gather: bool) -> mx.array:
-        kv = pool[tables] if gather else pool
-        return kv.reshape(shape.rows, shape.length, shape.kv_heads, HEAD_DIM).swapaxes(1, 2)
+        if not gather:  # the same bytes, taken as they would lie in a cache that is not paged
+            return pool.reshape(shape.rows, shape.kv_heads, shape.length, HEAD_DIM)
+        return pool[tables].reshape(shape.rows, shape.length, shape.kv_heads, HEAD_DIM).swapaxes(1, 2)
 
     fast = slope(paged, quick, shape.kv_bytes / 4e9)
     row = Row(shape, fast, shape.kv_bytes / fast / 1e9, 0.0, 0.0)
@@ -133,7 +134,7 @@ def slope(chain: Chain, quick: bool, expected: float, repeats: int = 7) -> float
     A chain is queued behind work that keeps the device busy meanwhile, so that the time to queue it is hidden too.
     `expected`: a guess of the result.
     """
-    short, long = (1, 3) if quick else (8, 8 + min(100, max(8, int(40 / expected))))
+    short, long = (1, 21) if quick else (8, 8 + min(100, max(8, int(40 / expected))))
     seconds = {short: [], long: []}
     for repeat in range(repeats + 1):
         for launches in (short, long):
