@@ -29,8 +29,9 @@ async def append(rt: Runtime, seq: Sequence) -> None:
 
 
 async def append_too_much(rt: Runtime, seq: Sequence) -> None:
-    with pytest.raises(PoolExhausted):
-        await seq.append([7] * 4 * BLOCKS)
+    async with await rt.sequence([7] * 40):
+        with pytest.raises(PoolExhausted):
+            await seq.append([7] * (4 * BLOCKS - len(PROMPT)))
     assert seq.tokens == PROMPT
 
 
