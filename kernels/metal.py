@@ -31,7 +31,8 @@ MOST_KEYS = 2048
 # Threadgroups that a core holds at once (their registers and threadgroup memory), times two waves.
 GROUPS_PER_CORE = 6
 
-WIDE_SIMDGROUPS = 8
+# 12 SIMD groups are 384 threads, what a core holds at 128 registers a thread.
+WIDE_SIMDGROUPS = 12
 STAGE_BYTES = 16 * 1024
 
 _CORES = {"p": 6, "g": 10, "s": 32, "c": 40, "d": 76}

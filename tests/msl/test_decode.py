@@ -7,6 +7,8 @@ import itertools
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pagefork.kernels import metal
 from pagefork.kernels.spec import Attention
@@ -110,6 +112,20 @@ def test_splits_of_any_raggedness(lengths: list[int]) -> None:
     case = make_case(BASE, lengths)
     for cores in (2, 5, 64):
         check(case, cores)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 400), min_size=4, max_size=4),
+    window=st.integers(1, 420),
+    cores=st.sampled_from([1, 2, 4, 16]),
+    seed=st.integers(0, 2**32),
+)
+def test_any_lengths_window_and_splits(lengths: list[int], window: int, cores: int, seed: int) -> None:
+    case = make_case(variant(BASE, heads=6, window=True), lengths, Options(window), seed=seed)
+    found = attend(case, cores=cores, seed=seed)
+    assert error(found.out, expected(case)) <= TOLERANCE[case.attention.dtype]
+    assert found.loaded == least_bytes(case)
 
 
 def test_scores_of_any_size() -> None:

@@ -14,7 +14,6 @@ from pagefork.kernels.spec import Attention, KernelSpec
 
 from .lint import lint, lint_text, threadgroup_bytes
 from .test_decode import DTYPES, HEAD_DIMS
-from .translate import Parameter, metal_text, translate
 
 
 def launches() -> Iterator[KernelSpec]:
@@ -108,31 +107,3 @@ def test_complains_about_sizes() -> None:
     assert lint(replace(spec, threadgroup=(48, 1, 1)))
     assert lint(replace(spec, source=spec.source + "\nthreadgroup float more[9000];"))
     assert lint(replace(spec, header=spec.header + "\nthreadgroup float more[1];"))
-
-
-def test_the_translation_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match="address space"):
-        translate("device float x;")
-
-
-def test_the_signature_is_the_one_that_mlx_writes() -> None:
-    spec = metal.decode_specs(Attention(mx.bfloat16, 8, 2, 64, 16), rows=2, max_blocks=9, max_length=9, cores=1)[0]
-    shapes = {"q": (2, 8, 64), "k_pool": (9, 16, 2, 64), "v_pool": (9, 16, 2, 64), "order": (8,)}
-    arrays = {name: Parameter(name, mx.bfloat16, shape) for name, shape in shapes.items()}
-    arrays["tables"] = Parameter("tables", mx.int32, (2, 9))
-    arrays["lengths"] = Parameter("lengths", mx.int32, (2,))
-    arrays["params"] = Parameter("params", mx.float32, (4,))
-    text = metal_text(spec, arrays)
-    assert "template <typename T, int HEADS, int KV_HEADS," in text
-    for line in (
-        "const device bfloat16_t* q [[buffer(0)]]",
-        "const device int32_t* tables [[buffer(3)]]",
-        "const constant int* tables_shape [[buffer(4)]]",
-        "const constant int32_t* lengths [[buffer(5)]]",
-        "const constant float* params [[buffer(6)]]",
-        "const device bfloat16_t* order [[buffer(7)]]",
-        "device bfloat16_t* out [[buffer(8)]]",
-        "uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]",
-        "uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]",
-    ):
-        assert line in text
