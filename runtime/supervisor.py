@@ -24,6 +24,9 @@ from pagefork.runtime.worker import Worker
 
 Caller = Callable[..., None]
 
+_TEARDOWN = 10.0
+"""Seconds that an engine thread gets to end after its model could not be loaded."""
+
 
 class Options(Struct, frozen=True, kw_only=True):
     """The arguments of `Runtime.open` that matter here. `build` makes the engine, in the engine's thread."""
@@ -101,10 +104,14 @@ async def _start_engine(
     engine.start(lambda facts, error: call(_settle, ready, facts, error))
     try:
         await ready.settled()
+        facts: Facts = ready.result()
     except BaseException:
         engine.stop()
+        if ready.done:
+            # A process that ends while MLX takes down the thread's streams is aborted.
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(engine.join, _TEARDOWN)
         raise
-    facts: Facts = ready.result()
     return engine, facts
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import anyio
+import mlx.core as mx
 import pytest
 import toy_model
 
-from pagefork.runtime import Runtime, SamplingParams
+from pagefork.runtime import ModelUnavailable, Runtime, SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -24,3 +28,19 @@ async def test_a_generation_dropped_late_does_not_end_the_next_one() -> None:
             tokens += [step.token async for step in new]
             assert len(tokens) == 6
             assert seq.tokens[4:] == tokens
+
+
+async def test_a_model_that_cannot_be_loaded_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process aborted when it ended while that thread took down its MLX streams."""
+    clear, cleared = mx.clear_streams, threading.Event()
+
+    def slow() -> None:
+        time.sleep(0.1)
+        clear()
+        cleared.set()
+
+    monkeypatch.setattr(mx, "clear_streams", slow)
+    with pytest.raises(ModelUnavailable):
+        async with Runtime.open("no-such-folder/model.gguf"):
+            raise AssertionError("there is no such model")
+    assert cleared.is_set()
