@@ -18,7 +18,6 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
-import console
 from schedule import combined
 from stress_driver import Driver, Report
 from toy_model import ToyModel
@@ -164,7 +163,6 @@ def explain(error: BaseException) -> list[str]:
 
 def main() -> int:
     options = parse()
-    console.quiet()
     result = anyio.run(partial(stress, options), backend=options.backend)
     for failure in result["errors"]:
         print(failure, file=sys.stderr)
