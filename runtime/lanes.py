@@ -81,6 +81,10 @@ class Lanes:
         """Lanes that can decode a token now."""
         return np.flatnonzero(self.running & (self.position < self.limit) & (self.position < self.end - 1))
 
+    def idle(self) -> npt.NDArray[np.intp]:
+        """Lanes that can do nothing before their lease is extended."""
+        return np.flatnonzero(self.running & (self.flights == 0) & (self.position >= self.limit))
+
     def slots(self, lanes: npt.NDArray[np.intp], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The slot of each (lane, position); one lane serves for all positions."""
         index, offset = np.divmod(positions, np.int32(self.block_size))

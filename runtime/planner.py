@@ -45,6 +45,10 @@ class Planner:
         self._prompts.append(job)
         self._by_lane[job.lane] = job
 
+    def job(self, lane: int) -> Job:
+        """The job that holds a lane."""
+        return self._by_lane[lane]
+
     def stop(self, job: Job) -> None:
         """Plan no more of the job; steps in flight go on."""
         self._lanes.running[job.lane] = False

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 import anyio.lowlevel
+import msgspec
 import numpy as np
 
 from pagefork.runtime.actor import Actor, Envelope, Reply
@@ -45,14 +46,15 @@ class Worker(Actor):
         self._planner = Planner(self._lanes, chunk)
         self._jobs: dict[int, Job] = {}
         self._waiting: dict[int, tuple[Submit, Stream]] = {}
+        self._parked: dict[int, tuple[Submit, Stream]] = {}
         self._cancels: dict[int, Reply] = {}
         self._flights: deque[Flight] = deque()
         self._collecting = False
 
     @property
     def jobs(self) -> int:
-        """Jobs being served or waiting for a lane."""
-        return len(self._jobs) + len(self._waiting)
+        """Jobs being served, or waiting for a lane or for their reader."""
+        return len(self._jobs) + len(self._waiting) + len(self._parked)
 
     async def submit(self, submit: Submit, stream: Stream) -> None:
         """Send a Submit whose answers come in `stream`; cancelled while waiting for room, nothing was sent."""
@@ -77,9 +79,7 @@ class Worker(Actor):
             case Cancel(owner=owner, pause=pause):
                 self._cancel(owner, None if pause else "cancelled", envelope.reply)
             case Extend(owner=owner, first=first, ids=ids, limit=limit):
-                if (job := self._jobs.get(owner)) is not None:
-                    self._lanes.set_table(job.lane, first, ids)
-                    self._lanes.limit[job.lane] = limit
+                self._extend(owner, first, ids, limit)
             case StepDone(result=result):
                 self._retire(result)
             case StepFailed(error=error):
@@ -91,7 +91,7 @@ class Worker(Actor):
         if self.dead is None:
             for job in self._jobs.values():
                 job.stream.fail(reason)
-            for _, stream in self._waiting.values():
+            for _, stream in (*self._waiting.values(), *self._parked.values()):
                 stream.fail(reason)
             for reply in self._cancels.values():
                 reply.fail(reason)
@@ -111,6 +111,8 @@ class Worker(Actor):
 
     def _advance(self) -> None:
         """Launch what can be launched, then wait for the oldest step."""
+        if self._waiting and not self._lanes.any_free:
+            self._park(len(self._waiting))
         while self._waiting and self._lanes.any_free:
             owner = next(iter(self._waiting))
             self._jobs[owner] = job = self._lanes.open(*self._waiting.pop(owner))
@@ -156,8 +158,36 @@ class Worker(Actor):
                 self._end(job, "done")
             self._close_if_landed(job)
 
+    def _extend(self, owner: int, first: int, ids: list[int], limit: int) -> None:
+        if (job := self._jobs.get(owner)) is not None:
+            self._lanes.set_table(job.lane, first, ids)
+            self._lanes.limit[job.lane] = limit
+            return
+        waiting = self._waiting.get(owner) or self._parked.pop(owner, None)
+        if waiting is not None:
+            submit, stream = waiting
+            table = submit.table[:first] + ids
+            self._waiting[owner] = (msgspec.structs.replace(submit, table=table, limit=limit), stream)
+
+    def _park(self, count: int) -> None:
+        """Take the lanes of jobs that wait for their readers: whoever holds a lane must not wait for one without."""
+        lanes = self._lanes
+        for lane in lanes.idle()[:count].tolist():
+            job = self._planner.job(lane)
+            start = int(lanes.position[lane])
+            submit = msgspec.structs.replace(
+                job.submit,
+                start=start,
+                tokens=[int(lanes.next_token[lane])],
+                table=lanes.tables[lane].tolist(),
+                copies=[],
+            )
+            self._parked[submit.owner] = (submit, job.stream)
+            del self._jobs[submit.owner]
+            lanes.close(lane)
+
     def _cancel(self, owner: int, finish: str | None, reply: Reply) -> None:
-        waiting = self._waiting.pop(owner, None)
+        waiting = self._waiting.pop(owner, None) or self._parked.pop(owner, None)
         if waiting is not None:
             submit, stream = waiting
             self._settle(submit, stream, submit.start, bool(submit.copies))
