@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import AsyncIterator
 
 from msgspec import Struct
 
+from pagefork.runtime.errors import SequenceBusy, SequenceClosed
 from pagefork.runtime.messages import Generate, Renew, SamplingParams, Settle
 from pagefork.runtime.sequence import SequenceActor
 from pagefork.runtime.stream import Stream
@@ -40,6 +42,7 @@ class Generation(AsyncIterator[Step]):
         self._params = params
         self._stream: Stream | None = None
         self._closed = False
+        self._waiting = False
         self._text: TextStream | None = tokenizer.stream() if tokenizer is not None else None
         self._thread = threading.get_ident()
 
@@ -50,25 +53,41 @@ class Generation(AsyncIterator[Step]):
         """The next token. Raises PoolExhausted, SequenceClosed, SequenceBusy, ContextOverflow, WorkerDied."""
         if self._closed:
             raise StopAsyncIteration
-        if self._stream is None:
-            self._stream = await self._actor.ask(Generate(self._params), late=self._abandon)
-        stream = self._stream
-        if stream.read >= len(stream.tokens) and not await stream.wait():
-            self._leave()
-            raise StopAsyncIteration
+        if self._waiting:
+            raise SequenceBusy("another task waits for the next token of this generation; let one task iterate")
+        self._waiting = True
+        try:
+            stream = self._stream or await self._start()
+            if stream.read >= len(stream.tokens) and not await stream.wait():
+                self._leave()
+                raise StopAsyncIteration
+        finally:
+            self._waiting = False
         return self._take(stream)
 
     async def aclose(self) -> None:
-        """End the generation at the last token taken; returns when its blocks past that are free. Idempotent."""
-        if self._stream is not None and not self._closed:
-            self._closed = True
-            await self._actor.ask(Settle(self._stream.serial))
-        self._closed = True
+        """End the generation at the last token taken; returns when its blocks past that are free.
+
+        Idempotent. Cancelled, it still ends.
+        """
+        stream = None if self._closed else self._stream
+        self._leave()
+        if stream is not None:
+            with contextlib.suppress(SequenceClosed):
+                await self._actor.ask(Settle(stream.serial), urgent=True)
 
     def __del__(self) -> None:
         # Collected in another thread, the sequence's next operation ends the generation instead.
         if threading.get_ident() == self._thread:
             self._leave()
+
+    async def _start(self) -> Stream:
+        stream: Stream = await self._actor.ask(Generate(self._params), late=self._abandon)
+        if self._closed:
+            self._abandon(stream)
+            raise StopAsyncIteration
+        self._stream = stream
+        return stream
 
     def _take(self, stream: Stream) -> Step:
         token, logprob = stream.tokens[stream.read], stream.logprobs[stream.read]

@@ -19,6 +19,7 @@ from pagefork.runtime.errors import (
     PoolExhausted,
     SequenceBusy,
     SequenceClosed,
+    WorkerDied,
 )
 from pagefork.runtime.house import House
 from pagefork.runtime.log import log
@@ -94,6 +95,8 @@ class SequenceActor(Actor):
         return self._tokens + Tokens("i", self._stream.tokens[: self._stream.read] if self._stream else [])
 
     def epitaph(self, error: BaseException | None) -> PageforkError:
+        if isinstance(error, WorkerDied):
+            return WorkerDied(str(error))
         if error is not None:
             return SequenceClosed(f"{self.name} crashed and was closed: {error!r}; make another")
         return SequenceClosed(f"{self.name} is closed; make or fork another")
@@ -206,7 +209,7 @@ class SequenceActor(Actor):
     async def _fork(self, count: int) -> list[SequenceActor]:
         """Children share every block of the tokens read so far; a running generation pauses for it."""
         running = self._stream is not None and not self._stream.done
-        if running:
+        if self._stream is not None:
             await self._stop(pause=True)
         try:
             length = self.length
@@ -237,7 +240,7 @@ class SequenceActor(Actor):
         def undo(_: Any = None) -> None:
             for owner in owners:
                 house.allocator.post(Release(owner))
-                house.sequences.pop(owner, None)
+                house.sequences.pop(owner).gone.set()
 
         try:
             await house.allocator.ask(Share(self.owner, owners, length))
@@ -337,10 +340,11 @@ class SequenceActor(Actor):
         if stream is None or job is None or stream.done:
             return
         have = len(self._table) * self._house.block_size
-        for limit in (self.length + self._house.lease, have + 1):
+        exhausted: PoolExhausted | None = None
+        for limit in (self.length + self._house.lease, have + 1, have):
             limit = min(limit, job.end - 1)
             if limit <= stream.limit:
-                return
+                break
             first = len(self._table)
             try:
                 copies = await self._reserve(limit)
@@ -350,6 +354,8 @@ class SequenceActor(Actor):
             assert not copies
             self._house.worker.post(Extend(self.owner, first, self._table[first:].tolist(), limit))
             self._set_limit(stream, limit, job.end)
+            return
+        if exhausted is None:
             return
         last = stream.limit - len(self._tokens) + 1
         if stream.read >= last:
