@@ -35,7 +35,8 @@ GROUPS_PER_CORE = 6
 WIDE_SIMDGROUPS = 12
 STAGE_BYTES = 16 * 1024
 
-_CORES = {"p": 6, "g": 10, "s": 32, "c": 40, "d": 76}
+# By class of chip: phone, base and Pro, Max, Ultra.
+_CORES = {"p": 6, "g": 14, "s": 36, "d": 72}
 _DTYPES = {mx.float16: "f16", mx.bfloat16: "bf16", mx.float32: "f32"}
 
 
@@ -87,7 +88,7 @@ def splits(case: Attention, *, rows: int, max_length: int, cores: int) -> int:
 
 def estimate_cores(architecture: str) -> int:
     """GPU cores of an architecture such as `applegpu_g15s`: its last letter tells the class of the chip."""
-    return _CORES.get(architecture[-1:], 10)
+    return _CORES.get(architecture[-1:], 14)
 
 
 def write_kv_spec(

@@ -113,7 +113,7 @@ def expected(case: Case) -> Floats:
     out = np.zeros(q.shape)
     for row, length in enumerate(case.inputs["lengths"].tolist()):
         positions = np.arange(_low(length, case.options), length)
-        blocks, offsets = case.inputs["tables"][row, positions // case.attention.block_size], positions
+        blocks = case.inputs["tables"][row, positions // case.attention.block_size]
         offsets = positions % case.attention.block_size
         for head in range(q.shape[1] if length else 0):
             scores = k_pool[blocks, offsets, head // group] @ q[row, head] * float(case.inputs["params"][0])
@@ -122,7 +122,7 @@ def expected(case: Case) -> Floats:
             sink = [decode(case.inputs["sinks"])[head]] if case.attention.sinks else []
             logits = np.concatenate([scores, sink])
             weights = np.exp(logits - logits.max())
-            out[row, head] = weights[:length][: len(positions)] @ v_pool[blocks, offsets, head // group] / weights.sum()
+            out[row, head] = weights[: len(positions)] @ v_pool[blocks, offsets, head // group] / weights.sum()
     return out
 
 

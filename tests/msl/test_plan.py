@@ -64,7 +64,7 @@ def test_the_number_of_splits_is_no_variant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "cores"), [("applegpu_g13g", 10), ("applegpu_g15s", 32), ("applegpu_g14d", 76), ("", 10)]
+    ("architecture", "cores"), [("applegpu_g13g", 14), ("applegpu_g15s", 36), ("applegpu_g14d", 72), ("", 14)]
 )
 def test_cores_by_architecture(architecture: str, cores: int) -> None:
     assert metal.estimate_cores(architecture) == cores
