@@ -204,12 +204,12 @@ def _params(scale: float, softcap: float, window: float) -> mx.array:
 
 @cache
 def _no_copies() -> mx.array:
-    return mx.zeros((1, 3), dtype=mx.int32)
+    return mx.array([[0, 0, 0]], dtype=mx.int32)
 
 
 @cache
 def _no_order(dtype: mx.Dtype) -> mx.array:
-    return mx.zeros((8,), dtype=dtype)
+    return mx.array([0.0] * 8, dtype=dtype)  # no operation, so no stream of some thread
 
 
 def _order(order: mx.array | None, dtype: mx.Dtype) -> mx.array:

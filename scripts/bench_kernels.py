@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import mlx.core as mx
 import numpy as np
@@ -149,12 +149,38 @@ def slope(chain: Chain, quick: bool, expected: float, repeats: int = 7) -> float
 
 
 def busy(quick: bool) -> mx.array:
-    """Some 30 ms of work on a large GPU; depends on nothing."""
+    """Some 40 ms of work on a large GPU; depends on nothing.
+
+    On CUDA one thread waits by the clock: matrix products of that length vary by a millisecond with the power that
+    they draw, and a hundredth of that is as much as a short launch.
+    """
+    if device().backend == "cuda":
+        (out,) = waiting()(
+            inputs=[mx.array([40_000_000])],
+            output_shapes=[(8,)],
+            output_dtypes=[mx.bfloat16],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+        )
+        return out
     size = 16 if quick else 8192
     square = mx.full((size, size), 1e-4, dtype=mx.float32 if quick else mx.bfloat16)
     for _ in range(1 if quick else 20):
         square = square @ square
     return square.reshape(-1)[:8]
+
+
+@cache
+def waiting() -> Callable[..., list[mx.array]]:
+    source = """
+        unsigned long long begin, now;
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+        do {
+            asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        } while (now - begin < (unsigned long long)nanoseconds[0]);
+        for (int i = 0; i < 8; ++i) out[i] = __float2bfloat16(0.0f);
+    """
+    return mx.fast.cuda_kernel("pagefork_bench_waiting_2", ["nanoseconds"], ["out"], source)
 
 
 def mlx_copy(elements: int) -> float:
