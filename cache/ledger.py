@@ -27,10 +27,14 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """What a `reserve` would take now: `new` blocks, when at most `spare` can be had. Good until the ledger changes."""
+    """What a `reserve` would take now: `new` blocks, when at most `spare` can be had. Good until the ledger changes.
+
+    revived: idle blocks that it would adopt, not among those to spare.
+    """
 
     new: int
     spare: int
+    revived: int = 0
     chain: Chain | None = None
     adopted: list[int] = field(default_factory=list)
     replaced: list[int] = field(default_factory=list)
@@ -40,6 +44,11 @@ class Quote:
     def short(self) -> int:
         """Blocks that others must give up first; 0 when the reserve can be met."""
         return max(0, self.new - self.spare)
+
+    @property
+    def takes(self) -> int:
+        """Blocks that would not be available to others any more."""
+        return self.new + self.revived
 
 
 class Ledger:
@@ -124,7 +133,8 @@ class Ledger:
         stop = min(len(tokens) - 1, length) // size
         chain = self.index.follow(known or self.index.root, tokens, stop)
         adopted = self.index.ids(chain)
-        return Quote(new - len(adopted), self.available - self.index.count_idle(adopted), chain, adopted)
+        revived = self.index.count_idle(adopted)
+        return Quote(new - len(adopted), self.available - revived, revived, chain, adopted)
 
     def reserve(self, owner: int, length: int, write_from: int | None = None, tokens: Tokens | None = None) -> Grant:
         """Cover `length` tokens; with `write_from`, make the blocks of positions `[write_from, length)` its own.
