@@ -62,7 +62,10 @@ def metal_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     caches.append(dispatch.Launch.__init__.__globals__["_kernel"])
     for cache in caches:
         cache.cache_clear()
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
     yield
+    mx.set_default_device(before)
     for cache in caches:
         cache.cache_clear()
 
