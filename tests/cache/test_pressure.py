@@ -1,0 +1,315 @@
+"""Ledger, prefix index and arbiter on a pool that is too small, against a memory that says what each row was made of.
+
+PAGEFORK_RUNS asks for more runs than the 200 of 100 steps each.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pagefork.cache.arbiter import Arbiter, Event, Expired, Granted, Preempt, Refused, Waiting, Yield
+from pagefork.cache.blocks import BlockPool
+from pagefork.cache.ledger import Grant, Ledger
+from pagefork.cache.prefix import PrefixIndex
+
+PICKS = st.integers(0, 63)
+# Two tokens, so that sequences meet by chance and the index has something to confuse.
+TOKENS = st.lists(st.integers(0, 1), max_size=9)
+RUNS = int(os.environ.get("PAGEFORK_RUNS", "200"))
+
+
+@dataclass
+class Sequence:
+    """What an owner must read back: its tokens, of which the first `computed` are in its blocks."""
+
+    owner: int
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    copies: bool = False
+    ticket: int | None = None
+    wanted: list[int] = field(default_factory=list)
+    priority: int = 0
+    named: bool = False
+    active: bool = False
+
+
+class Pressure(RuleBasedStateMachine):
+    hash_values: ClassVar[int | None] = None
+
+    @initialize(blocks=st.integers(3, 14), size=st.integers(1, 4), prefix=st.sampled_from([True, True, True, False]))
+    def start(self, blocks: int, size: int, prefix: bool) -> None:
+        self.ledger = Ledger(BlockPool(blocks, size), prefix)
+        values = self.hash_values
+        if values is not None:
+            self.ledger.index = PrefixIndex(
+                self.ledger.pool, hasher=lambda parent, chunk: hash((parent, chunk)) % values
+            )
+        self.arbiter = Arbiter(self.ledger, max_queue=6)
+        self.size = size
+        # A row's K and V depend on all tokens up to it, so that is what a row of this memory holds.
+        self.memory: list[tuple[int, ...] | None] = [None] * (blocks * size)
+        self.live: dict[int, Sequence] = {}
+        self.tickets: dict[int, Sequence] = {}
+        self.owners = 0
+        self.now = 0.0
+
+    # Sequences
+
+    def pick(self, pick: int, waiting: bool = False) -> Sequence | None:
+        some = [one for one in self.live.values() if waiting or one.ticket is None]
+        return some[pick % len(some)] if some else None
+
+    def table(self, owner: int) -> list[int]:
+        table = self.ledger.table(owner)
+        return [] if table is None else table.ids.tolist()
+
+    def new(self, tokens: list[int]) -> Sequence:
+        self.owners += 1
+        self.live[self.owners] = one = Sequence(self.owners, tokens)
+        return one
+
+    @rule(tokens=TOKENS, priority=st.integers(-1, 1))
+    def open(self, tokens: list[int], priority: int) -> None:
+        self.new(tokens).priority = priority
+
+    @rule(pick=PICKS, more=TOKENS, patience=st.none() | st.integers(1, 40))
+    def ask(self, pick: int, more: list[int], patience: int | None) -> None:
+        """Compute what is pending and `more` tokens."""
+        one = self.pick(pick)
+        if one is not None and not one.copies and one.tokens + more:
+            self.request(one, one.tokens + more, None if patience is None else self.now + patience)
+
+    def request(self, one: Sequence, wanted: list[int], deadline: float | None = None) -> None:
+        start = min(one.computed, len(wanted) - 1)
+        before = self.ledger.available, self.table(one.owner)
+        answer = self.arbiter.request(
+            one.owner,
+            len(wanted),
+            start,
+            array("i", wanted),
+            now=self.now,
+            priority=one.priority,
+            deadline=deadline,
+        )
+        one.active = True
+        one.wanted = wanted
+        if isinstance(answer, Granted):
+            assert not one.named
+            self.compute(one, answer.grant)
+            return
+        assert before == (self.ledger.available, self.table(one.owner)), "not granted, nothing taken"
+        if isinstance(answer, Waiting):
+            one.ticket = answer.ticket
+            self.tickets[answer.ticket] = one
+        elif isinstance(answer, Refused):
+            assert (answer.reason == "too large") == (-(-len(wanted) // self.size) > self.ledger.pool.num_blocks)
+        else:
+            assert one.named, "only a victim is told to yield at once"
+
+    def compute(self, one: Sequence, grant: Grant) -> None:
+        table, refcounts = self.table(one.owner), self.ledger.pool.refcounts
+        assert table[grant.first :] == grant.ids and len(table) >= -(-len(one.wanted) // self.size)
+        for source, target, rows in grant.copies:
+            assert 0 < rows < self.size and refcounts[source] >= 1
+            for row in range(rows):
+                self.memory[target * self.size + row] = self.memory[source * self.size + row]
+        one.copies = bool(grant.copies)
+        start = min(one.computed, len(one.wanted) - 1)
+        if grant.hit:
+            assert one.computed == 0 and grant.hit < len(one.wanted), "a token is left to compute"
+            start = grant.hit
+        one.tokens = one.wanted
+        for position in range(start, len(one.tokens)):
+            block = table[position // self.size]
+            assert refcounts[block] == 1, "P3: only its owner writes a block, and no published one is written"
+            self.memory[block * self.size + position % self.size] = tuple(one.tokens[: position + 1])
+        one.computed = len(one.tokens)
+
+    @rule(pick=PICKS, part=st.integers(0, 9))
+    def publish(self, pick: int, part: int) -> None:
+        one = self.pick(pick, waiting=True)
+        if one is not None:
+            self.ledger.publish(one.owner, array("i", one.tokens), max(0, one.computed - (part if part > 6 else 0)))
+
+    @rule(pick=PICKS, count=st.integers(1, 3), length=st.integers(0, 40))
+    def fork(self, pick: int, count: int, length: int) -> None:
+        one = self.pick(pick, waiting=True)
+        if one is None:
+            return
+        length %= one.computed + 1
+        available = self.ledger.available
+        children = [self.new(one.tokens[:length]) for _ in range(count)]
+        self.arbiter.share(one.owner, [child.owner for child in children], length, self.now)
+        for child in children:
+            child.computed = length
+        assert self.ledger.available == available
+
+    @rule(pick=PICKS, length=st.integers(0, 40))
+    def truncate(self, pick: int, length: int) -> None:
+        one = self.pick(pick)
+        if one is None or one.copies:
+            return
+        length %= len(one.tokens) + 1
+        del one.tokens[length:]
+        one.computed = min(one.computed, length)
+        available = self.ledger.available
+        assert self.ledger.shrink(one.owner, length) == self.ledger.available - available
+        self.tick(0)
+
+    @rule(pick=PICKS)
+    def copied(self, pick: int) -> None:
+        some = [one for one in self.live.values() if one.copies]
+        if some:
+            one = some[pick % len(some)]
+            one.copies = False
+            self.ledger.copied(one.owner)
+            self.tick(0)
+
+    @rule(pick=PICKS)
+    def finish(self, pick: int) -> None:
+        one = self.pick(pick)
+        if one is not None:
+            one.active = False
+            self.arbiter.idle(one.owner, self.now)
+            self.tick(0)
+
+    @precondition(lambda self: self.tickets)
+    @rule(pick=PICKS)
+    def withdraw(self, pick: int) -> None:
+        ticket = sorted(self.tickets)[pick % len(self.tickets)]
+        self.tickets.pop(ticket).ticket = None
+        available = self.ledger.available
+        assert self.arbiter.withdraw(ticket) and not self.arbiter.withdraw(ticket)
+        assert self.ledger.available == available
+        self.tick(0)
+
+    @rule(pick=PICKS)
+    def close(self, pick: int) -> None:
+        one = self.pick(pick, waiting=True)
+        if one is not None:
+            del self.live[one.owner]
+            if one.ticket is not None:
+                del self.tickets[one.ticket]
+            available = self.ledger.available
+            assert self.arbiter.forget(one.owner) == self.ledger.available - available
+            assert self.arbiter.forget(one.owner) == 0
+            self.tick(0)
+
+    @rule(pick=PICKS)
+    def obey(self, pick: int) -> None:
+        """A victim, told to some time ago, releases everything; some ask again at once."""
+        some = [one for one in self.live.values() if one.named]
+        if some:
+            one = some[pick % len(some)]
+            self.release(one)
+            if pick % 2 and one.active and one.tokens:
+                self.request(one, one.tokens)
+            self.tick(0)
+
+    def release(self, one: Sequence) -> None:
+        one.named = one.copies = False
+        one.computed = 0
+        self.arbiter.release(one.owner)
+        assert self.table(one.owner) == []
+
+    @rule(seconds=st.floats(0.01, 20))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        events = self.arbiter.tick(self.now)
+        for event in events:
+            self.hear(event)
+        due = self.arbiter.next_deadline
+        assert due is None or due > self.now
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, Preempt):
+            one = self.live[event.owner]
+            assert one.ticket is None and not one.named and self.table(one.owner)
+            one.named = True
+            return
+        one = self.tickets.pop(event.ticket)
+        assert one.owner == event.owner
+        one.ticket = None
+        if isinstance(event, Granted):
+            self.compute(one, event.grant)
+        elif isinstance(event, Yield):
+            assert not one.named and self.table(one.owner)
+            one.named = True
+        else:
+            assert isinstance(event, Expired)
+
+    # What must hold
+
+    @invariant()
+    def conserved(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        self.ledger.check()
+        self.arbiter.check()
+        assert self.arbiter.waiting == len(self.tickets)
+        for block, count in enumerate(self.ledger.pool.refcounts.tolist()):
+            if not count:
+                self.memory[block * self.size : (block + 1) * self.size] = [None] * self.size
+
+    @invariant()
+    def everyone_reads_its_own(self) -> None:
+        for one in getattr(self, "live", {}).values():
+            table = self.table(one.owner)
+            for position in range(one.computed):
+                row = self.memory[table[position // self.size] * self.size + position % self.size]
+                assert row == tuple(one.tokens[: position + 1])
+
+    def teardown(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        self.everybody_is_served()
+        for owner in list(self.live):
+            self.arbiter.forget(owner)
+        assert self.ledger.available == self.ledger.pool.num_blocks and self.ledger.owners == 0
+        self.ledger.index.evict(self.ledger.cached)
+        assert self.ledger.pool.num_free == self.ledger.pool.num_blocks and len(self.ledger.index) == 0
+        self.ledger.check()
+
+    def everybody_is_served(self) -> None:
+        """P6: with whoever runs coming to an end, all that wait are served without a deadline, and none is closed."""
+        wait = list(self.live.values())
+        for one in wait:
+            if one.copies:
+                one.copies = False
+                self.ledger.copied(one.owner)
+        unserved = {one.owner for one in self.tickets.values()}
+        for _ in range(200):
+            for one in wait:
+                if one.named:
+                    self.release(one)
+                if one.ticket is None and one.active:
+                    if one.owner in unserved and one.computed < len(one.wanted):
+                        self.request(one, one.wanted)
+                    if one.ticket is None and not one.named:
+                        unserved.discard(one.owner)
+                        self.ledger.copied(one.owner)
+                        one.active = one.copies = False
+                        self.arbiter.idle(one.owner, self.now)
+            self.tick(0.06)
+            if not self.tickets and not any(one.named for one in wait):
+                break
+        assert not self.tickets and not self.arbiter.waiting
+
+
+class Colliding(Pressure):
+    """The same with chain hashes of three values."""
+
+    hash_values = 3
+
+
+Pressure.TestCase.settings = settings(max_examples=RUNS, stateful_step_count=100)
+Colliding.TestCase.settings = settings(max_examples=max(1, RUNS // 5), stateful_step_count=100)
+TestPressure = Pressure.TestCase
+TestColliding = Colliding.TestCase
