@@ -102,7 +102,7 @@ class TreeView(View):
     ) -> None:
         while len(children.get(id(past), [])) == 1 and id(past) not in marks:
             past = children[id(past)][0]
-        text = self._words(past, shown)
+        text = self._words(past, shown) or "(end)"
         if id(past) in marks:
             mark, style = marks[id(past)]
             tree.add(Text.assemble((f"{mark} ", style.replace(" strike", "")), (text, style), _number(past)))
@@ -133,18 +133,18 @@ def _number(past: Past) -> tuple[str, str]:
     return f"  {past.logprob:.2f}", "dim"
 
 
-def _bar(value: int, whole: int, style: str) -> Text:
-    full = round(BAR * value / whole) if whole else 0
-    return Text.assemble(("━" * full, style), ("╌" * (BAR - full), "bright_black"))
+def _bar(value: int, whole: int, style: str, width: int = BAR) -> Text:
+    full = round(width * value / whole) if whole else 0
+    return Text.assemble(("━" * full, style), ("╌" * (width - full), "bright_black"))
 
 
 def _status(frame: Frame) -> Text:
     return Text.assemble(
         (f"step {frame.step}/{frame.steps}", "bold"),
         f"   {frame.tokens_per_s:.0f} tokens/s   blocks ",
-        _bar(frame.blocks, max(frame.private, frame.blocks), "magenta"),
+        _bar(frame.blocks, max(frame.private, frame.blocks), "magenta", BAR // 2),
         (f" {frame.blocks}", "bold magenta"),
-        (f" of {frame.private} without sharing", "dim"),
+        (f" of {frame.private} unshared", "dim"),
         (f"   {size(frame.copied_bytes)} copied", "dim"),
     )
 

@@ -173,7 +173,7 @@ class Driver:
         logprobs = toy_model.logprobs(held.shadow)
         if [token for token, _ in top] != toy_model.best(held.shadow, op.count):
             self._wrong(held, f"topk gave {top}, not {toy_model.best(held.shadow, op.count)}")
-        elif any(abs(logprob - logprobs[token]) > 1e-3 for token, logprob in top):
+        elif any(abs(logprob - logprobs[token]) > toy_model.TOLERANCE for token, logprob in top):
             self._wrong(held, f"topk gave {top}, not the log-probabilities {[logprobs[token] for token, _ in top]}")
 
     async def _fork(self, op: Op, held: Held) -> None:
@@ -264,7 +264,7 @@ class Driver:
             finish = "stop" if step.token in params.stop_tokens else "length" if read == params.max_tokens else None
             if params.temperature == 0 and step.token != expected:
                 self._wrong(held, f"generated {step.token} at {len(held.shadow) - 1}, not {expected}")
-            elif not math.isclose(step.logprob, logprobs[step.token], abs_tol=1e-3):
+            elif not math.isclose(step.logprob, logprobs[step.token], abs_tol=toy_model.TOLERANCE):
                 self._wrong(held, f"log-probability {step.logprob} of {step.token}, not {logprobs[step.token]}")
             elif step.finish_reason != finish and not held.seq.closed:
                 self._wrong(held, f"finish reason {step.finish_reason} of token {read}, not {finish}")

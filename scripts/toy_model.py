@@ -22,6 +22,8 @@ VOCAB = 64
 LAYERS = 2
 HEADS = 4
 KV_HEADS = 2
+TOLERANCE = 0.02
+"""How far float32 may take a log-probability from `logprobs` over some hundred tokens; wrong tokens take it farther."""
 _PRIME = 17
 _GAIN = 6.0
 # Between two tokens there is a favourite: no two of the best tokens are equally likely.

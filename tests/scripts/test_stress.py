@@ -129,3 +129,14 @@ async def test_the_toy_model_says_what_its_shadow_says() -> None:
     assert [logprob for _, logprob in top] == pytest.approx(
         [toy_model.logprobs(tokens)[token] for token, _ in top], abs=1e-3
     )
+
+
+def test_a_hang_is_an_error_that_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stuck(self: stress.Driver, op: schedule.Op) -> None:
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(stress, "PATIENCE", 0.2)
+    monkeypatch.setattr(stress.Driver, "_perform", stuck)
+    result = in_process("--ops", "10", "--sequences", "2")
+    assert not result["ok"]
+    assert "task 0, operation 0" in result["errors"][0]
