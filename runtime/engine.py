@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from pagefork.runtime.errors import WorkerDied
 from pagefork.runtime.log import log
 from pagefork.runtime.messages import Message, StepDone, StepFailed
 from pagefork.runtime.sampling import Sampling
@@ -186,7 +187,8 @@ class EngineThread:
                 engine.launch(command)
 
     def _refuse_calls(self, error: BaseException) -> None:
-        """After a failure: every call, past or future, gets the error, until the stop."""
+        """After a failure every call fails, until the stop."""
+        died = WorkerDied(f"the engine failed: {error!r}; leave this runtime and open another")
         while (command := self._queue.get()) != "stop":
             if isinstance(command, _Call):
-                command.done(None, error)
+                command.done(None, died)

@@ -17,8 +17,7 @@ class House:
     """The two actors that all sequences talk to, and the facts they need.
 
     block_size: tokens per block. lease: tokens a generation may run ahead of its reader. max_context: tokens.
-    patience: seconds that a closing sequence waits for its last step. spawn starts an actor's task;
-    `read_kv(layer, table, length)` asks the engine.
+    spawn starts an actor's task; `read_kv(layer, table, length)` asks the engine.
     """
 
     def __init__(
@@ -30,7 +29,6 @@ class House:
         block_size: int,
         lease: int,
         max_context: int,
-        patience: float,
         spawn: Callable[[SequenceActor], None],
         read_kv: Callable[[int, Ints, int], Awaitable[Any]],
     ) -> None:
@@ -41,7 +39,6 @@ class House:
         self.block_size = block_size
         self.lease = lease
         self.max_context = max_context
-        self.patience = patience
         self.spawn = spawn
         self.read_kv = read_kv
         self.sequences: dict[int, SequenceActor] = {}

@@ -406,9 +406,8 @@ class SequenceActor(Actor):
         if self._left:
             return
         self._left = True
-        with anyio.move_on_after(self._house.patience, shield=True):
-            with contextlib.suppress(PageforkError):
-                await self._house.worker.ask(Cancel(self.owner))
+        with anyio.CancelScope(shield=True), contextlib.suppress(PageforkError):
+            await self._house.worker.ask(Cancel(self.owner))
         self._house.allocator.post(Release(self.owner))
         self._house.sequences.pop(self.owner, None)
         self.gone.set()

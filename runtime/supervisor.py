@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -15,7 +16,7 @@ from msgspec import Struct
 from pagefork.runtime.actor import Actor, Reply
 from pagefork.runtime.allocator import Allocator
 from pagefork.runtime.engine import EngineThread, Facts, Ints, StepEngine
-from pagefork.runtime.errors import BlocksLeaked, PageforkError
+from pagefork.runtime.errors import BlocksLeaked, PageforkError, WorkerDied
 from pagefork.runtime.house import House
 from pagefork.runtime.log import log
 from pagefork.runtime.messages import Audit, Close
@@ -56,12 +57,13 @@ async def running(options: Options) -> AsyncIterator[House]:
     )
     failure: BaseException | None = None
     leak: PageforkError | None = None
-    with anyio.CancelScope() as shelter:
+    sequences, servants = Shelter(), Shelter()
+    with anyio.CancelScope() as leaving:
         async with anyio.create_task_group() as actors:
             async with anyio.create_task_group() as nursery:
 
                 def spawn(actor: SequenceActor, nursery: anyio.abc.TaskGroup = nursery) -> None:
-                    nursery.start_soon(actor.run, name=actor.name)
+                    nursery.start_soon(sequences.run, actor.run, name=actor.name)
 
                 house = House(
                     allocator,
@@ -70,22 +72,21 @@ async def running(options: Options) -> AsyncIterator[House]:
                     block_size=options.block_size,
                     lease=options.lease,
                     max_context=min(facts.max_context, options.blocks * options.block_size),
-                    patience=options.shutdown_timeout,
                     spawn=spawn,
                     read_kv=_reader(engine, call),
                 )
-                actors.start_soon(_guard, allocator, name="pagefork allocator")
-                actors.start_soon(_guard, worker, name="pagefork worker")
+                for actor in (allocator, worker):
+                    actors.start_soon(servants.run, partial(_guard, actor), name=f"pagefork {actor.name}")
                 try:
                     yield house
                 except BaseException as error:  # raised below: the task groups would wrap it
                     failure = error
-                shelter.shield = True
+                leaving.shield = True
                 house.accepting = False
                 await _close_sequences(house, options.shutdown_timeout)
-                nursery.cancel_scope.cancel()
+                sequences.cancel()
             leak = await _audit(allocator, options.shutdown_timeout)
-            actors.cancel_scope.cancel()
+            servants.cancel()
         engine.stop()
         if not await anyio.to_thread.run_sync(engine.join, options.shutdown_timeout):
             log.warning("engine_still_running", note="a step did not end in time; its thread is left behind")
@@ -115,6 +116,25 @@ async def _start_engine(
     return engine, facts
 
 
+class Shelter:
+    """Tasks that a cancellation from outside does not reach: whoever leaves still needs them for it."""
+
+    def __init__(self) -> None:
+        self._scopes: set[anyio.CancelScope] = set()
+
+    async def run(self, function: Callable[[], Awaitable[None]]) -> None:
+        with anyio.CancelScope(shield=True) as scope:
+            self._scopes.add(scope)
+            try:
+                await function()
+            finally:
+                self._scopes.discard(scope)
+
+    def cancel(self) -> None:
+        for scope in self._scopes:
+            scope.cancel()
+
+
 async def _guard(actor: Actor) -> None:
     """Run an actor; when it crashes, all that waits for it has failed already, and the program goes on."""
     try:
@@ -124,21 +144,23 @@ async def _guard(actor: Actor) -> None:
 
 
 async def _close_sequences(house: House, timeout: float) -> None:
-    """Ask every sequence to close and wait for it; what has not closed by then is cancelled with its task group."""
-    with anyio.move_on_after(timeout):
+    """Ask every sequence to close and wait for it. What a step holds up after `timeout` waits for it no longer."""
+    with anyio.move_on_after(timeout) as patience:
         for sequence in list(house.sequences.values()):
             sequence.post(Close())
         for sequence in list(house.sequences.values()):
             await sequence.gone.wait()
+    if patience.cancelled_caught:
+        house.worker.die(WorkerDied(f"a step did not end within {timeout} s; open another runtime"))
 
 
 async def _audit(allocator: Allocator, timeout: float) -> PageforkError | None:
-    """After the last release: whether every block came back."""
+    """After the last release: None if every block came back, else what to raise."""
     try:
         free = await allocator.ask(Audit(), deadline=timeout)
     except PageforkError as error:
         log.error("no_audit", error=str(error))
-        return None
+        return error
     total = allocator.ledger.pool.num_blocks
     if free == total:
         return None
