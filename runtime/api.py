@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from pagefork.runtime.arguments import INT32, real, token_ids, whole
 from pagefork.runtime.beam import Beam, BeamSearchParams, OnStep, close_all, search
 from pagefork.runtime.errors import ContextOverflow, InvalidRequest, RuntimeClosed
 from pagefork.runtime.forward import build
@@ -99,8 +98,7 @@ class Sequence:
         last token taken. While a task waits for the next token only `fork` and `close` may be called. Raises
         InvalidRequest here, and what `Generation.__anext__` says while iterating.
         """
-        params = SamplingParams() if params is None else params
-        check(self._house, params)
+        params = check(SamplingParams() if params is None else params)
         return Generation(self._actor, params, self._house.facts.tokenizer)
 
     async def fork(self, count: int = 1) -> list[Sequence]:
@@ -109,29 +107,26 @@ class Sequence:
         What is pending of a prompt is computed first, once for all. The sequence itself stays usable; its running
         generation goes on. Cancelled, no child is left. Raises PoolExhausted, InvalidRequest.
         """
-        if not 1 <= count <= 65536:
-            raise InvalidRequest(f"count must be between 1 and 65536, not {count}")
+        count = whole("count", count, 1, 65536)
         actors = await self._actor.ask(Fork(count), late=close_all)
         return [Sequence(actor, self._house) for actor in actors]
 
     async def truncate(self, length: int) -> None:
         """Keep the first `length` tokens. Raises InvalidRequest, SequenceBusy."""
-        await self._actor.ask(Truncate(length))
+        await self._actor.ask(Truncate(whole("length", length, 0)))
 
     async def topk(self, k: int) -> list[tuple[int, float]]:
         """The `k` most likely next tokens with their log-probabilities, best first.
 
         Cancelled, K and V computed so far stay. Raises PoolExhausted, InvalidRequest, SequenceBusy.
         """
-        if not 1 <= k <= self._house.facts.vocab_size:
-            raise InvalidRequest(f"k must be between 1 and {self._house.facts.vocab_size}, not {k}")
+        k = whole("k", k, 1, self._house.facts.vocab_size)
         top: list[tuple[int, float]] = await self._actor.ask(TopK(k))
         return top
 
     async def read_kv(self, layer: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """A copy of the layer's K and V, float32 `[computed, kv_heads, head_dim]`; the last tokens may be pending."""
-        if not 0 <= layer < self._house.facts.layers:
-            raise InvalidRequest(f"layer must be between 0 and {self._house.facts.layers - 1}, not {layer}")
+        layer = whole("layer", layer, 0, self._house.facts.layers - 1)
         k, v = await self._actor.ask(ReadKV(layer))
         return k, v
 
@@ -184,8 +179,9 @@ class Runtime:
             ("prefill_step_size", prefill_step_size),
             ("lease", lease),
         ):
-            if value < 1:
-                raise InvalidRequest(f"{name} must be at least 1, not {value}")
+            whole(name, value, 1, INT32)
+        whole("blocks * block_size", blocks * block_size, 1, INT32)
+        real("shutdown_timeout", shutdown_timeout, "seconds, not negative", 0)
         materialise(model)
         options = Options(
             build=partial(build, model, blocks, block_size, progress, strict),
@@ -300,18 +296,21 @@ def encode(house: House, prompt: Prompt, *, continuation: bool = False) -> list[
     return tokens
 
 
-def check(house: House, params: SamplingParams) -> None:
-    """Raise InvalidRequest where a field is out of its range."""
-    ranges: tuple[tuple[str, Any, bool], ...] = (
-        ("max_tokens must be at least 1", params.max_tokens, params.max_tokens >= 1),
-        ("temperature must be finite and not negative", params.temperature, 0 <= params.temperature < math.inf),
-        ("top_p must be in (0, 1]", params.top_p, 0 < params.top_p <= 1),
-        ("top_k must not be negative", params.top_k, params.top_k >= 0),
-        ("min_p must be in [0, 1]", params.min_p, 0 <= params.min_p <= 1),
+def check(params: SamplingParams) -> SamplingParams:
+    """The same with plain Python numbers. Raises InvalidRequest where a field is out of its range."""
+    top_p = real("top_p", params.top_p, "in (0, 1]", 0, 1)
+    if top_p == 0:
+        raise InvalidRequest("top_p must be in (0, 1], not 0; for greedy tokens set temperature=0")
+    return SamplingParams(
+        max_tokens=whole("max_tokens", params.max_tokens, 1),
+        temperature=real("temperature", params.temperature, "finite and not negative", 0),
+        top_p=top_p,
+        top_k=whole("top_k", params.top_k, 0, INT32),
+        min_p=real("min_p", params.min_p, "in [0, 1]", 0, 1),
+        seed=None if params.seed is None else whole("seed", params.seed, -(2**63), 2**64 - 1),
+        stop_tokens=token_ids("stop_tokens", params.stop_tokens),
+        ignore_eos=bool(params.ignore_eos),
     )
-    for rule, value, holds in ranges:
-        if not holds:
-            raise InvalidRequest(f"{rule}, not {value}")
 
 
 def _tokenizer(house: House) -> Tokenizer:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import anyio
 from msgspec import Struct
 
+from pagefork.runtime.arguments import real, token_ids, whole
 from pagefork.runtime.errors import InvalidRequest
 from pagefork.runtime.messages import Append, Close, Fork, TopK
 from pagefork.runtime.sequence import SequenceActor
@@ -31,10 +32,10 @@ class BeamSearchParams(Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise InvalidRequest where a field is out of its range."""
-        if not 1 <= self.width <= 1024:
-            raise InvalidRequest(f"width must be between 1 and 1024, not {self.width}")
-        if self.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens must be at least 1, not {self.max_tokens}")
+        whole("width", self.width, 1, 1024)
+        whole("max_tokens", self.max_tokens, 1)
+        real("length_penalty", self.length_penalty, "finite")
+        token_ids("stop_tokens", self.stop_tokens)
         if self.early_stopping not in (True, False, "never"):
             raise InvalidRequest(f'early_stopping must be True, False or "never", not {self.early_stopping!r}')
 
