@@ -20,30 +20,36 @@ class DenseKV:
         self._kept: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
 
     def step(self, owners: Sequence[int]) -> Attend:
-        """The `attend` of one step whose row r belongs to sequence `owners[r]`; a sequence's rows stand in order."""
+        """The `attend` of one step whose row r belongs to sequence `owners[r]`; a sequence's rows stand in order.
+
+        Layers that share keys and values call it more than once with one layer's number; the first call stores them.
+        """
         rows: dict[int, list[int]] = defaultdict(list)
         for row, owner in enumerate(owners):
             rows[owner].append(row)
+        written: set[int] = set()
 
         def attend(layer: int, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array | None) -> mx.array:
             order: list[int] = []
             parts: list[mx.array] = []
             for owner, own in rows.items():
                 index = mx.array(own)
-                keys, values = self._append(layer, owner, k[index], v[index])
+                if layer not in written:
+                    self._append(layer, owner, k[index], v[index])
+                keys, values = self._kept[layer, owner]
                 parts.append(attention(q[index], keys, values, self._layers[layer], sinks))
                 order += own
+            written.add(layer)
             inverse = sorted(range(len(order)), key=order.__getitem__)
             return mx.concatenate(parts)[mx.array(inverse)]
 
         return attend
 
-    def _append(self, layer: int, owner: int, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+    def _append(self, layer: int, owner: int, k: mx.array, v: mx.array) -> None:
         old = self._kept.get((layer, owner))
         if old is not None:
             k, v = mx.concatenate([old[0], k]), mx.concatenate([old[1], v])
         self._kept[layer, owner] = k, v
-        return k, v
 
 
 class WholeCache(LayerCache):
@@ -52,8 +58,8 @@ class WholeCache(LayerCache):
     `step.positions` is the first token's position, an int.
     """
 
-    def __init__(self, layer: int, step: Step, spec: LayerSpec) -> None:
-        super().__init__(layer, step)
+    def __init__(self, layer: int, step: Step, spec: LayerSpec, *, recast: bool) -> None:
+        super().__init__(layer, step, recast=recast)
         self._spec = spec
 
     def attend(
@@ -67,7 +73,7 @@ class WholeCache(LayerCache):
         softcap: float | None = None,
     ) -> mx.array:
         """`queries` `[1, heads, n, head_dim]`, `keys` and `values` `[1, kv_heads, n, head_dim]`."""
-        self._take(keys, values)
+        keys, values = self._take(keys, values)
         q, k, v = (array[0].transpose(1, 0, 2) for array in (queries, keys, values))
         return attention(q, k, v, self._spec, sinks).transpose(1, 0, 2)[None]
 

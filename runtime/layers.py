@@ -9,13 +9,14 @@ from typing import Any
 import mlx.nn as nn
 
 from pagefork.runtime.errors import UnsupportedModel
-from pagefork.runtime.routing import Probe, refuse
+from pagefork.runtime.routing import Mask, Probe, refuse
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     """How one layer attends.
 
+    `head_dim`: of queries and keys; narrower values are padded with zeros.
     `window`: a query at position i sees the positions j with `i - window < j <= i`, or all `j <= i` where it is None.
     `sinks`: the layer passes a logit per head that takes part in the softmax and has no value.
     `softcap`: scores are `softcap * tanh(score / softcap)` before masking, where it is not None.
@@ -34,16 +35,12 @@ def layer_spec(probe: Probe) -> LayerSpec:
     call = probe.call
     if call is None:
         refuse(f"layer {probe.layer} never calls attention with its cache")
-    _, heads, _, head_dim = call["queries"].shape
-    _, kv_heads, _, key_dim = call["keys"].shape
-    value_dim = call["values"].shape[-1]
-    if not head_dim == key_dim == value_dim:
-        refuse(f"layer {probe.layer} has keys of {key_dim} and values of {value_dim} dimensions, which must be equal")
-    if call["values"].shape[1] != kv_heads or heads % kv_heads:
-        refuse(
-            f"layer {probe.layer} has {heads} query heads, {kv_heads} key heads and "
-            f"{call['values'].shape[1]} value heads"
-        )
+    heads, (_, kv_heads, _, head_dim) = call["heads"], call["keys"].shape
+    _, value_heads, _, value_dim = call["values"].shape
+    if value_dim > head_dim:
+        refuse(f"layer {probe.layer} has values of {value_dim} dimensions, wider than its keys of {head_dim}")
+    if value_heads != kv_heads or heads % kv_heads:
+        refuse(f"layer {probe.layer} has {heads} query heads, {kv_heads} key heads and {value_heads} value heads")
     window = call["window"]
     if probe.max_size is not None and (window is None or window > probe.max_size):
         # mlx-lm's own answers would depend on how the prompt was cut, and a short prompt would not show it.
@@ -52,9 +49,9 @@ def layer_spec(probe: Probe) -> LayerSpec:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        scale=float(call["scale"]),
+        scale=call["scale"],
         window=window,
-        sinks=call["sinks"] is not None,
+        sinks=call["sinks"],
         softcap=call["softcap"],
     )
 
@@ -74,11 +71,13 @@ def attempt(module: nn.Module, run: Callable[[], Any]) -> Any:
     """Run the model with our caches; whatever its code cannot do with them is a reason to refuse it."""
     try:
         return run()
-    except UnsupportedModel:
-        raise
     except Exception as error:
         if any(getattr(part, "kv_lora_rank", None) for part in module.modules()):
             refuse("it uses multi-head latent attention, which caches compressed states instead of keys and values")
+        if isinstance(error, UnsupportedModel):
+            raise
+        if Mask.__name__ in str(error) or "scaled_dot_product_attention()" in str(error):
+            refuse("it uses the attention mask elsewhere than in mlx-lm's scaled_dot_product_attention")
         refuse(f"its code does not run with a cache per token ({brief(error)})")
 
 

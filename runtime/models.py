@@ -7,7 +7,6 @@ be routed, or whose logits come out different when it is, is refused with `Unsup
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from mlx_lm.utils import dequantize_model
 from mlx_lm.utils import load as load_mlx_lm
 
 from pagefork.runtime import fetch, gguf
-from pagefork.runtime.dense import DenseKV, WholeCache
 from pagefork.runtime.errors import InvalidRequest, ModelUnavailable, UnsupportedModel
 from pagefork.runtime.layers import LayerSpec, attempt, brief, layer_spec, trunks
 from pagefork.runtime.log import log
+from pagefork.runtime.rewrites import REWRITES
 from pagefork.runtime.routing import Attend, LayerCache, Patch, Probe, Step, refuse, take_rows
-from pagefork.runtime.softcap import ATTENTION as SOFTCAPPED
+from pagefork.runtime.selfcheck import check
 from pagefork.runtime.tokenizer import Tokenizer, adapt
 
 Source = str | Path | tuple[nn.Module, Any]
@@ -34,9 +33,6 @@ Progress = Callable[[str, float], None]
 
 DEFAULT_MODEL = "smollm2-135m"
 
-# Root-mean-square difference of the logits, relative to their own size, that rounding may explain.
-_TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
-_PROMPTS = ((3, 1, 4, 1, 5, 9, 2), (2, 7, 1, 8, 2))
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
 
 
@@ -52,6 +48,9 @@ class Model:
     max_context: int | None
     tokenizer: Tokenizer | None
     weight_bytes: int
+    module: nn.Module
+    recast: tuple[bool, ...]
+    """Layers that attend to a copy of their keys in another dtype; such keys are kept as they were stored."""
 
     def __init__(
         self,
@@ -67,21 +66,21 @@ class Model:
         self.eos_ids = eos_ids
         self.max_context = max_context
         self.weight_bytes = _bytes(module)
-        self._module = module
+        self.module = module
         self._rows_inside = False
         self._patch = Patch(module)
         try:
             for part in module.modules():
-                route = SOFTCAPPED.get((type(part).__module__, type(part).__name__))
+                route = REWRITES.get((type(part).__module__, type(part).__name__))
                 if route is not None:
                     self._patch.swap(part, route)
             if not self._patch.hooked:
                 refuse("its attention does not go through mlx-lm's scaled_dot_product_attention")
             self._discover()
             self._step = Step()
-            self._caches = [LayerCache(i, self._step) for i in range(len(self.layers))]
+            self._caches = [LayerCache(i, self._step, recast=recast) for i, recast in enumerate(self.recast)]
             self._rows_inside = self._skip_rows()
-            self._check()
+            check(self)
         except BaseException:
             self.restore()
             raise
@@ -95,13 +94,14 @@ class Model:
         Returns logits `[R, vocab_size]` in the model's own dtype, lazily.
         """
         step = self._step
-        step.positions, step.attend, step.rows, step.calls = positions, attend, rows, 0
+        step.positions, step.attend, step.rows = positions, attend, rows
         try:
-            logits: mx.array = self._module(tokens[:, None], cache=self._caches)
-            if step.calls != len(self.layers):
-                refuse(f"{step.calls} of its {len(self.layers)} layers attended")
+            logits: mx.array = self.module(tokens[:, None], cache=self._caches)
+            if len(step.stored) != len(self.layers):
+                refuse(f"{len(step.stored)} of its {len(self.layers)} layers stored keys and values")
         finally:
             step.positions, step.attend, step.rows = 0, None, None
+            step.stored.clear()
         if rows is not None and not self._rows_inside:
             logits = mx.take(logits, rows, axis=0)
         return logits.squeeze(1)
@@ -113,23 +113,25 @@ class Model:
     def _discover(self) -> None:
         """Run the model lazily on one row of several tokens and note what each layer passes to attention."""
         try:
-            own = make_prompt_cache(self._module)
+            own = make_prompt_cache(self.module)
         except Exception as error:
             refuse(f"mlx-lm cannot make a cache for it ({brief(error)})")
         if not own:
             refuse("it keeps no keys and values at all")
-        probes = [Probe(i, Step(), _rotation(i, cache)) for i, cache in enumerate(own)]
+        step = Step()
+        probes = [Probe(i, step, _rotation(i, cache)) for i, cache in enumerate(own)]
         tokens = mx.zeros((1, 8), mx.int32)
-        logits = attempt(self._module, lambda: self._module(tokens, cache=probes))
+        logits = attempt(self.module, lambda: self.module(tokens, cache=probes))
         if not isinstance(logits, mx.array) or logits.ndim != 3:
             refuse("it returns something other than an array of logits")
         self.vocab_size = logits.shape[-1]
         self.layers = tuple(layer_spec(probe) for probe in probes)
+        self.recast = tuple(probe.recast for probe in probes)
         self.dtype = probes[0].call["keys"].dtype if probes[0].call else mx.float32
 
     def _skip_rows(self) -> bool:
         """Find the module below the output head and make it drop the rows whose logits nobody wants."""
-        for inner in trunks(self._module):
+        for inner in trunks(self.module):
             self._patch.swap(inner, take_rows)
             try:
                 logits = self._lazily(rows=mx.array([1, 2, 4]), tokens=5)
@@ -148,42 +150,6 @@ class Model:
             return self(zeros, zeros, lambda layer, q, k, v, sinks: q, rows)
         finally:
             self._rows_inside = False
-
-    def _check(self) -> None:
-        """Compare the logits of short prompts with the model's own: from the start, in ragged steps, and far into the
-        context, where a model whose rotation depends on more than each token's own position would differ."""
-        prompts = [[token % self.vocab_size for token in prompt] for prompt in _PROMPTS]
-        own = [self._module(mx.array([p]), cache=make_prompt_cache(self._module))[0] for p in prompts]
-        self._compare(mx.concatenate(own), attempt(self._module, lambda: self._ragged(prompts)), "")
-        tokens = mx.array(prompts[0])
-        start = max(0, (self.max_context or 512) - tokens.size)
-        step = Step()
-        step.positions = start
-        whole = [WholeCache(i, step, spec) for i, spec in enumerate(self.layers)]
-        far = attempt(self._module, lambda: self._module(tokens[None], cache=whole)[0])
-        positions = mx.arange(start, start + tokens.size)
-        routed = attempt(self._module, lambda: self(tokens, positions, DenseKV(self.layers).step([0] * tokens.size)))
-        self._compare(far, routed, f" at position {start}")
-
-    def _compare(self, own: mx.array, routed: mx.array, where: str) -> None:
-        difference = (routed - own).astype(mx.float32)
-        error = math.sqrt(float(difference.square().mean()))
-        size = math.sqrt(float(own.astype(mx.float32).square().mean()))
-        if not error <= _TOLERANCE.get(self.dtype, 1e-1) * max(size, 1e-6):
-            refuse(f"its logits change{where} when its attention is routed (by {error:.3g}, at a size of {size:.3g})")
-
-    def _ragged(self, prompts: list[list[int]]) -> mx.array:
-        """Logits of every position of two prompts: both in one step, then what is left of the first."""
-        first, second = prompts
-        kv = DenseKV(self.layers)
-        head = mx.array([*first[:4], *second]), mx.array([*range(4), *range(len(second))])
-        both = self(*head, kv.step([0] * 4 + [1] * len(second)))
-        tail = mx.array(first[4:]), mx.arange(4, len(first))
-        rest = len(first) - 4
-        # The last step asks for its rows in two lots, so that picking rows is checked as well.
-        order = mx.array([*range(rest - 1, -1, -1)])
-        last = self(*tail, kv.step([0] * rest), order)[order]
-        return mx.concatenate([both[:4], last, both[4:]])
 
 
 def load(source: Source, *, progress: Progress | None = None) -> Model:
@@ -310,9 +276,7 @@ def _rotation(layer: int, cache: Any) -> int | None:
         if cache.keep:
             refuse(f"layer {layer} keeps its first {cache.keep} positions beside a sliding window")
         return int(cache.max_size)
-    return refuse(
-        f"layer {layer} keeps its state in a {type(cache).__name__}, not in keys and values of every position"
-    )
+    return refuse(f"layer {layer} keeps its state in {type(cache).__name__}, not in keys and values of every position")
 
 
 def _max_context(config: Any) -> int | None:

@@ -33,31 +33,43 @@ class Mask:
     It is no array: a model that computes with it fails at load instead of attending to the wrong positions.
     """
 
-    __slots__ = ("window",)
+    __slots__ = ("step", "window")
 
-    def __init__(self, window: int | None) -> None:
+    def __init__(self, window: int | None, step: Step) -> None:
         self.window = window
+        self.step = step
 
 
 class Step:
     """What the layer caches of one forward pass share."""
 
-    __slots__ = ("attend", "calls", "positions", "rows")
+    __slots__ = ("attend", "positions", "rows", "stored")
 
     def __init__(self) -> None:
         self.positions: mx.array | int = 0
         self.attend: Attend | None = None
         self.rows: mx.array | None = None
-        self.calls = 0
+        self.stored: dict[LayerCache, tuple[mx.array, mx.array]] = {}
+
+    def owner(self, keys: mx.array) -> LayerCache:
+        """The cache that handed out these keys: layers that share keys and values attend without a cache."""
+        for cache, stored in self.stored.items():
+            if stored[0] is keys:
+                return cache
+        return refuse("a layer without a cache attends to keys that no other layer has stored")
 
 
 class LayerCache:
-    """The cache of one layer as a model sees it. `attend` is what the dispatcher calls."""
+    """The cache of one layer as a model sees it. `attend` is what the dispatcher calls.
 
-    def __init__(self, layer: int, step: Step) -> None:
+    Layers that share keys and values attend to one cache in turn; each time they are written once more, as they were.
+    """
+
+    def __init__(self, layer: int, step: Step, *, recast: bool = False) -> None:
         self.layer = layer
         self.step = step
-        self._stored: tuple[mx.array, mx.array] | None = None
+        self.recast = recast
+        """Whether the layer attends to a copy, in another dtype, of the keys that it stores."""
 
     @property
     def offset(self) -> mx.array | int:
@@ -65,11 +77,17 @@ class LayerCache:
         return self.step.positions
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
-        return Mask(window_size)
+        return Mask(window_size, self.step)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self._stored = keys, values
+        self.step.stored[self] = keys, values
         return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the layer stored in this step, for layers that share it."""
+        if self not in self.step.stored:
+            refuse(f"a layer asks for the keys of layer {self.layer} before they are stored")
+        return self.step.stored[self]
 
     def attend(
         self,
@@ -81,18 +99,26 @@ class LayerCache:
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        """`queries` `[T, heads, 1, head_dim]`, `keys` and `values` `[T, kv_heads, 1, head_dim]`."""
-        self._take(keys, values)
-        step = self.step
-        if step.attend is None:
+        """`queries` `[T, heads, 1, head_dim]`, `keys` `[T, kv_heads, 1, head_dim]`, `values` as wide or narrower."""
+        keys, values = self._take(keys, values)
+        if self.step.attend is None:
             refuse("it attends outside of a step")
-        step.calls += 1
-        return step.attend(self.layer, queries.squeeze(2), keys.squeeze(2), values.squeeze(2), sinks)[:, :, None]
+        q, k, v = queries.squeeze(2).astype(keys.dtype), keys.squeeze(2), values.squeeze(2)
+        wide, narrow = k.shape[-1], v.shape[-1]
+        if narrow < wide:
+            v = mx.pad(v, ((0, 0), (0, 0), (0, wide - narrow)))
+        out = self.step.attend(self.layer, q, k, v, sinks)
+        return out[:, :, None, :narrow].astype(queries.dtype)
 
-    def _take(self, keys: mx.array, values: mx.array) -> None:
-        stored, self._stored = self._stored, None
-        if stored is None or stored[0] is not keys or stored[1] is not values:
+    def _take(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """What the layer has stored, which must be what it attends to."""
+        stored = self.step.stored.get(self)
+        if stored is None or not self._same(stored, keys) or stored[1] is not values:
             refuse(f"layer {self.layer} attends to other keys and values than those it stores in its cache")
+        return stored
+
+    def _same(self, stored: tuple[mx.array, mx.array], keys: mx.array) -> bool:
+        return self.recast or stored[0] is keys
 
 
 class Probe(LayerCache):
@@ -104,7 +130,7 @@ class Probe(LayerCache):
         self.call: dict[str, Any] | None = None
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
-        return Mask(window_size or self.max_size)
+        return Mask(window_size or self.max_size, self.step)
 
     def attend(
         self,
@@ -116,21 +142,32 @@ class Probe(LayerCache):
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        self._take(keys, values)
-        if self.call is not None:
-            refuse(f"layer {self.layer} attends more than once")
+        keys, values = self._take(keys, values)
         if not isinstance(mask, Mask):
             refuse(f"layer {self.layer} attends under a mask of its own")
-        self.call = {
-            "queries": queries,
+        call = {
+            "heads": queries.shape[1],
             "keys": keys,
             "values": values,
-            "scale": scale,
+            "scale": float(scale),
             "window": mask.window,
-            "sinks": sinks,
+            "sinks": sinks is not None,
             "softcap": softcap,
         }
+        if queries.shape[-1] != keys.shape[-1]:
+            refuse(f"layer {self.layer} has queries of {queries.shape[-1]} and keys of {keys.shape[-1]} dimensions")
+        if self.call is not None and any(
+            self.call[name] != call[name] for name in ("heads", "scale", "window", "sinks", "softcap")
+        ):
+            refuse(f"the layers that share the keys of layer {self.layer} attend to them in different ways")
+        self.call = call
         return mx.zeros((*queries.shape[:-1], values.shape[-1]), queries.dtype)
+
+    def _same(self, stored: tuple[mx.array, mx.array], keys: mx.array) -> bool:
+        if stored[0] is keys:
+            return True
+        self.recast = stored[0].shape == keys.shape and bool(mx.array_equal(stored[0], keys.astype(stored[0].dtype)))
+        return self.recast
 
 
 def refuse(reason: str) -> NoReturn:
@@ -222,6 +259,9 @@ def _dispatcher(original: Callable[..., Any]) -> Callable[..., Any]:
     def dispatch(queries: Any, keys: Any, values: Any, cache: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(cache, LayerCache):
             return cache.attend(queries, keys, values, *args, **kwargs)
+        mask = kwargs.get("mask")
+        if cache is None and isinstance(mask, Mask):
+            return mask.step.owner(keys).attend(queries, keys, values, *args, **kwargs)
         return original(queries, keys, values, cache, *args, **kwargs)
 
     return dispatch

@@ -286,16 +286,23 @@ class HandMade(nn.Module):
         q, k = self.rope(q, offset=cache[0].offset), self.rope(k, offset=cache[0].offset)
         if self.fault == "rotates by the length":
             q = q * (1 + cache[0].offset // 9) if isinstance(cache[0].offset, int) else q
+        if self.fault == "narrow":
+            v = v[..., :4]
         k, v = cache[0].update_and_fetch(k, v)
         if self.fault == "changes keys after storing them":
             k = k * 2
+        if self.fault == "casts keys after storing them":
+            q, k = q.astype(mx.float32), k.astype(mx.float32)
         if self.fault == "has a mask of its own":
             mask = "causal" if length > 1 else None
-        if self.fault == "attends twice":
-            scaled_dot_product_attention(q, k, v, cache[0], 1.0, mask)
+        if self.fault == "attends in two ways":
+            q = q + scaled_dot_product_attention(q, k, v, cache[0], scale=0.5, mask=mask)
+        if self.fault == "none, attends twice":
+            q = q + scaled_dot_product_attention(q, k, v, None, scale=1.0, mask=mask)
         if self.fault == "narrow values":
             v = v[..., :4]
         out = scaled_dot_product_attention(q, k, v, cache[0], 1.0, mask)
+        out = mx.pad(out, [(0, 0)] * 3 + [(0, 8 - out.shape[-1])])
         return self.embed.as_linear(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
 
@@ -303,7 +310,7 @@ FAULTS = {
     "changes keys after storing them": "other keys and values",
     "has a mask of its own": "a mask of its own",
     "masks wider than its cache": "masks at 65 positions but its cache keeps only 64",
-    "attends twice": "other keys and values|more than once",
+    "attends in two ways": "in different ways",
     "narrow values": "other keys and values",
     "rotates by the length": "its logits change at position",
 }
@@ -315,8 +322,9 @@ def test_a_layer_that_would_be_run_wrong_is_refused(fault: str, reason: str) -> 
         load((HandMade(fault), None))
 
 
-def test_the_hand_made_layer_without_a_fault_is_served() -> None:
-    module = HandMade("none")
+@pytest.mark.parametrize("fault", ["none", "none, attends twice", "casts keys after storing them", "narrow"])
+def test_the_hand_made_layer_without_a_fault_is_served(fault: str) -> None:
+    module = HandMade(fault)
     own = [own_greedy(module, prompt, 4) for prompt in PROMPTS]
     model = load((module, None))
     assert routed_greedy(model, PROMPTS, 4) == own

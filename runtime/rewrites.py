@@ -1,4 +1,4 @@
-"""Models that cap their attention scores by hand instead of calling the common attention function."""
+"""Parts of mlx-lm's models that do by hand what the routing must see: written anew for our caches alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,21 @@ def gemma2_attention(
     return projected
 
 
-ATTENTION: dict[tuple[str, str], Callable[..., mx.array]] = {
+def gpt_bigcode_trunk(original: Callable[..., mx.array], module: Any, inputs: mx.array, cache: Any = None) -> mx.array:
+    """GPT BigCode's layers with position embeddings looked up by each token's own position, not by one offset."""
+    if not (cache and isinstance(cache[0], LayerCache)):
+        return original(module, inputs, cache)
+    positions = mx.array(cache[0].offset).reshape(-1, 1) + mx.arange(inputs.shape[1])
+    hidden = module.wte(inputs) + module.wpe(positions)
+    mask = cache[0].make_mask(inputs.shape[1])
+    for layer, layer_cache in zip(module.h, cache, strict=True):
+        hidden = layer(hidden, mask, cache=layer_cache)
+    normed: mx.array = module.ln_f(hidden)
+    return normed
+
+
+REWRITES: dict[tuple[str, str], Callable[..., mx.array]] = {
     ("mlx_lm.models.gemma2", "Attention"): gemma2_attention,
+    ("mlx_lm.models.gpt_bigcode", "GPTBigCodeModel"): gpt_bigcode_trunk,
 }
 """Replacements for `Patch.swap`, by the module and the name of the class whose `__call__` they stand in for."""
