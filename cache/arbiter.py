@@ -233,6 +233,11 @@ class Arbiter:
             self._victims.left(party)
         return self.ledger.release(owner)
 
+    def is_victim(self, owner: int) -> bool:
+        """Whether the owner was told to give way and has not released yet: what makes a late Preempt void."""
+        party = self._parties.get(owner)
+        return party is not None and party.leaving is not None
+
     def forget(self, owner: int) -> int:
         """The owner is gone: its ticket is withdrawn, all that it holds released.
 

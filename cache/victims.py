@@ -97,7 +97,7 @@ class Victims:
         np.add.at(self._leaving, own, _ONE)
         np.subtract.at(self._leaving, adopted, _ONE)
         before = [party.leaving for party in self._named.values() if party.leaving is not None]
-        promised = self._promised(np.concatenate([own, *before]))
+        promised = self._promised(np.unique(np.concatenate([own, *before])))
         chosen: list[Party] = []
         while promised < quote.short and (party := self._candidate(rank)) is not None:
             promised += self._mark(party)
@@ -143,10 +143,9 @@ class Victims:
         return None
 
     def _promised(self, ids: Ids | None) -> int:
-        """How many of these blocks will have no holder once all that leave are gone."""
+        """How many of these distinct blocks will have no holder once all that leave are gone."""
         if ids is None or not len(ids):
             return 0
-        ids = np.unique(ids)
         holders: npt.NDArray[np.int32] = self._ledger.pool.refcounts[ids] - self._ledger.index.published[ids]
         return int(np.count_nonzero((holders > 0) & (holders <= self._leaving[ids])))
 
