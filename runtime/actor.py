@@ -121,6 +121,7 @@ class Actor:
             if envelope.reply is None:
                 raise
             envelope.reply.fail(error)
+            self.serving = None
         except Exception as error:
             self.die(self.epitaph(error), error)
             raise
@@ -153,8 +154,12 @@ class Actor:
     def post(self, message: Message) -> None:
         """Send without waiting, on the urgent lane. A dead actor takes nothing."""
         if self.dead is None:
-            self._urgent.append(Envelope(message))
-            self._mail.set()
+            self.urge(Envelope(message))
+
+    def urge(self, envelope: Envelope) -> None:
+        """Put an envelope on the urgent lane."""
+        self._urgent.append(envelope)
+        self._mail.set()
 
     async def tell(self, message: Message) -> None:
         """Send; waits while the mailbox is full. Cancelled while waiting, nothing was sent."""
@@ -179,8 +184,7 @@ class Actor:
         with anyio.move_on_after(deadline):
             if urgent:
                 self._check()
-                self._urgent.append(envelope)
-                self._mail.set()
+                self.urge(envelope)
             else:
                 await self._put(envelope)
             try:

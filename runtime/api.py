@@ -13,11 +13,11 @@ from msgspec import Struct
 
 from pagefork.runtime.arguments import INT32, real, token_ids, whole
 from pagefork.runtime.beam import Beam, BeamSearchParams, OnStep, close_all, search
-from pagefork.runtime.errors import ContextOverflow, InvalidRequest, RuntimeClosed
+from pagefork.runtime.errors import ContextOverflow, InvalidRequest
 from pagefork.runtime.forward import build
 from pagefork.runtime.generation import Generation
 from pagefork.runtime.house import House
-from pagefork.runtime.messages import Append, Close, Fork, ReadKV, SamplingParams, TopK, Truncate
+from pagefork.runtime.messages import Append, Close, Fork, Generate, ReadKV, SamplingParams, TopK, Truncate
 from pagefork.runtime.models import DEFAULT_MODEL, Progress, Source, materialise
 from pagefork.runtime.sequence import SequenceActor
 from pagefork.runtime.supervisor import Options, running
@@ -30,7 +30,8 @@ class Stats(Struct, frozen=True):
     """Counts since the runtime was opened, unless they say what is now.
 
     blocks_*: now, but for the peak; referenced blocks are held by sequences or pinned by copies, cached ones are kept
-    for reuse. copies: blocks copied on write, copied_bytes over all layers. steps: forward passes. tokens: sampled.
+    for reuse. block_bytes: K and V of all layers. waiting: operations that wait for blocks. copies: blocks copied on
+    write, copied_bytes over all layers. steps: forward passes. tokens: sampled.
     """
 
     blocks_total: int
@@ -46,6 +47,11 @@ class Stats(Struct, frozen=True):
     prompt_tokens: int
     sequences: int
     forks: int
+    prefix_hits: int
+    prefix_hit_tokens: int
+    evictions: int
+    preemptions: int
+    waiting: int
     jobs: int
     allocator_queue: int
     worker_queue: int
@@ -83,23 +89,24 @@ class Sequence:
     def closed(self) -> bool:
         return self._actor.dead is not None
 
-    async def append(self, tokens: Prompt) -> None:
+    async def append(self, tokens: Prompt, *, deadline: float | None = None) -> None:
         """Add tokens, or a text that is encoded as a continuation, and reserve their blocks.
 
         Their K and V are computed when they are first needed. Cancelled, either all or none were appended. Raises
         PoolExhausted, ContextOverflow, InvalidRequest, SequenceBusy.
         """
-        await self._actor.ask(Append(encode(self._house, tokens, continuation=len(self) > 0)))
+        await self._actor.ask(Append(encode(self._house, tokens, continuation=len(self) > 0), deadline))
 
-    def generate(self, params: SamplingParams | None = None) -> Generation:
+    def generate(self, params: SamplingParams | None = None, *, deadline: float | None = None) -> Generation:
         """Sample tokens: `async for step in seq.generate(SamplingParams(max_tokens=64))` gives a Step for each.
 
         A token belongs to the sequence once it was taken. Leaving the loop early leaves the sequence ending at the
-        last token taken. While a task waits for the next token only `fork` and `close` may be called. Raises
+        last token taken. deadline: seconds that it waits for blocks each time there are none; default `patience` of
+        the runtime. While a task waits for the next token only `fork` and `close` may be called. Raises
         InvalidRequest here, and what `Generation.__anext__` says while iterating.
         """
         params = check(SamplingParams() if params is None else params)
-        return Generation(self._actor, params, self._house.facts.tokenizer)
+        return Generation(self._actor, Generate(params, deadline), self._house.facts.tokenizer)
 
     async def fork(self, count: int = 1) -> list[Sequence]:
         """`count` new sequences with this one's tokens. They share its blocks: no K and V are copied.
@@ -152,11 +159,15 @@ class Runtime:
     def open(
         model: Source = DEFAULT_MODEL,
         *,
-        blocks: int = 1024,
+        blocks: int | Literal["auto"] = 1024,
         block_size: int = 16,
         max_batch: int = 256,
         prefill_step_size: int = 512,
         lease: int = 64,
+        patience: float = 30.0,
+        prefix_cache: bool = True,
+        max_queue: int | None = None,
+        max_sequences: int | None = None,
         shutdown_timeout: float = 10.0,
         strict: bool = False,
         progress: Progress | None = None,
@@ -166,7 +177,11 @@ class Runtime:
         model: "smollm2-135m" (fetched once), a path or repo id that mlx-lm takes, a .gguf file, or a
         (model, tokenizer) pair. blocks: how many blocks the pool has, of `block_size` tokens each, for all sequences
         together. max_batch: sequences computed in one step. prefill_step_size: prompt tokens a step takes beside its
-        decodes. lease: tokens that a generation may run ahead of its reader. shutdown_timeout: seconds.
+        decodes. lease: tokens that a generation may run ahead of its reader. patience: seconds that an operation waits
+        for blocks before PoolExhausted; meanwhile idle sequences, then later operations give up theirs and compute
+        them again when they go on. prefix_cache: keep the blocks of past prompts for those that begin alike.
+        max_queue: operations that may wait for blocks; more are refused at once. max_sequences: live sequences; more
+        wait until one closes. shutdown_timeout: seconds.
         strict: raise KernelMismatch where a GPU kernel fails its self-test, instead of warning and taking the slow
         path. `progress(stage, fraction)` is called from another thread while loading.
 
@@ -190,6 +205,10 @@ class Runtime:
             max_batch=max_batch,
             prefill_step_size=prefill_step_size,
             lease=lease,
+            patience=patience,
+            prefix_cache=prefix_cache,
+            max_queue=max_queue,
+            max_sequences=max_sequences,
             shutdown_timeout=shutdown_timeout,
         )
         return opened(options)
@@ -198,12 +217,14 @@ class Runtime:
     def tokenizer(self) -> Tokenizer | None:
         return self._house.facts.tokenizer
 
-    async def sequence(self, prompt: Prompt = ()) -> Sequence:
+    async def sequence(self, prompt: Prompt = (), *, priority: float = 0.0, deadline: float | None = None) -> Sequence:
         """A new sequence that holds `prompt`, a text or token ids, maybe none.
 
+        priority: where blocks are short, one level is worth 10 seconds of waiting. deadline: seconds that its
+        operations wait for blocks; default `patience` of the runtime.
         Cancelled, there is none. Raises PoolExhausted, ContextOverflow, InvalidRequest, RuntimeClosed.
         """
-        return Sequence(await self._actor(prompt), self._house)
+        return Sequence(await self._actor(prompt, priority, deadline), self._house)
 
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams | None = None, *, on_step: OnStep | None = None
@@ -238,8 +259,8 @@ class Runtime:
         return Stats(
             blocks_total=pool.num_blocks,
             blocks_free=pool.num_free,
-            blocks_cached=0,
-            blocks_referenced=pool.num_used,
+            blocks_cached=ledger.cached,
+            blocks_referenced=ledger.referenced,
             blocks_peak=pool.peak_used,
             block_bytes=block_bytes,
             copies=ledger.copies,
@@ -249,17 +270,21 @@ class Runtime:
             prompt_tokens=worker.prompt_tokens,
             sequences=len(house.sequences),
             forks=house.forks,
+            prefix_hits=ledger.hits,
+            prefix_hit_tokens=ledger.hit_tokens,
+            evictions=ledger.evictions,
+            preemptions=house.allocator.arbiter.preempted,
+            waiting=house.allocator.waiting,
             jobs=worker.jobs,
             allocator_queue=house.allocator.queued,
             worker_queue=worker.queued,
         )
 
-    async def _actor(self, prompt: Prompt) -> SequenceActor:
+    async def _actor(self, prompt: Prompt, priority: float = 0.0, deadline: float | None = None) -> SequenceActor:
         house = self._house
-        if not house.accepting:
-            raise RuntimeClosed("the runtime has left its `async with` block; open another")
         tokens = encode(house, prompt)
-        actor = SequenceActor(house)
+        await house.admit(house.patience if deadline is None else deadline)
+        actor = SequenceActor(house, priority=priority, patience=deadline)
         house.spawn(actor)
         if tokens:
             try:

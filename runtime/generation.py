@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from msgspec import Struct
 
 from pagefork.runtime.errors import SequenceBusy, SequenceClosed
-from pagefork.runtime.messages import Generate, Renew, SamplingParams, Settle
+from pagefork.runtime.messages import Generate, Renew, Settle
 from pagefork.runtime.sequence import SequenceActor
 from pagefork.runtime.stream import Stream
 from pagefork.runtime.tokenizer import TextStream, Tokenizer
@@ -37,9 +37,9 @@ class Generation(AsyncIterator[Step]):
     `__anext__` took no token, and iteration may go on.
     """
 
-    def __init__(self, actor: SequenceActor, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, actor: SequenceActor, request: Generate, tokenizer: Tokenizer | None) -> None:
         self._actor = actor
-        self._params = params
+        self._request = request
         self._stream: Stream | None = None
         self._closed = False
         self._waiting = False
@@ -82,7 +82,7 @@ class Generation(AsyncIterator[Step]):
             self._leave()
 
     async def _start(self) -> Stream:
-        stream: Stream = await self._actor.ask(Generate(self._params), late=self._abandon)
+        stream: Stream = await self._actor.ask(self._request, late=self._abandon)
         if self._closed:
             self._abandon(stream)
             raise StopAsyncIteration

@@ -2,11 +2,13 @@
 
 caller    -> Sequence   Append, Generate, Fork, Truncate, TopK, ReadKV, Close       (ask)
 reader    -> Sequence   Renew, Settle                                               (urgent tell)
-Sequence  -> Allocator  Reserve -> Granted | Exhausted, Share -> None               (ask)
-                        Shrink, Copied, Release                                     (urgent tell)
+Sequence  -> Allocator  Reserve -> Granted | Yielded | Exhausted, Share -> None     (ask)
+                        Shrink, Copied, Publish, Idle, Surrender, Release           (urgent tell)
+Allocator -> Sequence   Preempt                                                     (urgent tell)
 Sequence  -> Worker     Submit (answers come in the job's Stream)                   (tell)
                         Extend                                                      (urgent tell)
-                        Cancel -> Cancelled                                         (urgent ask)
+                        Cancel -> None                                              (ask)
+Worker    -> Allocator  Copied                                                      (urgent tell)
 Engine    -> Worker     StepDone, StepFailed                                        (urgent tell, from its thread)
 """
 
@@ -44,10 +46,12 @@ class Message(Struct, frozen=True, tag=True):
 
 class Append(Message, frozen=True):
     tokens: list[int]
+    patience: float | None = None
 
 
 class Generate(Message, frozen=True):
     params: SamplingParams
+    patience: float | None = None
 
 
 class Fork(Message, frozen=True):
@@ -80,23 +84,46 @@ class Settle(Message, frozen=True):
     serial: int
 
 
+class Preempt(Message, frozen=True):
+    """Allocator -> Sequence: surrender your blocks to one that goes first, and go on when there are blocks again."""
+
+
+class Resume(Message, frozen=True):
+    """A sequence to itself: submit the paused job again."""
+
+
 # Sequence -> Allocator
 
 
 class Reserve(Message, frozen=True):
-    """Blocks for `length` tokens; those that hold positions from `write_from` on must be the owner's alone."""
+    """Blocks for `length` tokens; those that hold positions from `write_from` on must be the owner's alone.
+
+    tokens: an array("i") of what an owner without blocks holds or will hold, for which others may have computed K
+    and V. patience: seconds to wait when there are not enough blocks.
+    """
 
     owner: int
     length: int
     write_from: int | None = None
+    tokens: Any = None
+    priority: float = 0.0
+    patience: float = 0.0
 
 
 class Granted(Message, frozen=True):
-    """The owner's table from entry `first` on; `copies` are (source, destination, filled rows), to be done first."""
+    """The owner's table from entry `first` on; `copies` are (source, destination, filled rows), to be done first.
+
+    hit: the table's first tokens whose K and V are there already.
+    """
 
     first: int
     ids: list[int]
     copies: list[tuple[int, int, int]]
+    hit: int = 0
+
+
+class Yielded(Message, frozen=True):
+    """Not granted: the owner gives way to another. It surrenders all that it holds and asks again."""
 
 
 class Exhausted(Message, frozen=True):
@@ -122,6 +149,26 @@ class Shrink(Message, frozen=True):
 
 class Copied(Message, frozen=True):
     """The steps that did the owner's copies have retired: their sources may go."""
+
+    owner: int
+
+
+class Publish(Message, frozen=True):
+    """K and V of the first `computed` of `tokens` (an array("i")) are written: others may share the full blocks."""
+
+    owner: int
+    tokens: Any
+    computed: int
+
+
+class Idle(Message, frozen=True):
+    """The owner has no operation in progress: it may be preempted before those that have."""
+
+    owner: int
+
+
+class Surrender(Message, frozen=True):
+    """The owner gives up its blocks and will ask again; its operation keeps its rank."""
 
     owner: int
 

@@ -33,18 +33,24 @@ from pagefork.runtime.messages import (
     Fork,
     Generate,
     Granted,
+    Idle,
     Message,
+    Preempt,
+    Publish,
     ReadKV,
     Release,
     Renew,
     Reserve,
+    Resume,
     SamplingParams,
     Settle,
     Share,
     Shrink,
     Submit,
+    Surrender,
     TopK,
     Truncate,
+    Yielded,
 )
 from pagefork.runtime.sampling import mix
 from pagefork.runtime.stream import Stream
@@ -67,6 +73,8 @@ class SequenceActor(Actor):
         computed: int = 0,
         table: Tokens[int] | None = None,
         lineage: int = 0,
+        priority: float = 0.0,
+        patience: float | None = None,
     ) -> None:
         self.owner = house.owner()
         super().__init__(f"sequence {self.owner}", capacity=64)
@@ -75,6 +83,11 @@ class SequenceActor(Actor):
         self._computed = computed
         self._table = Tokens("i") if table is None else table
         self._lineage = lineage
+        self._priority = priority
+        self._patience = house.patience if patience is None else patience
+        self._waits = self._patience
+        self._active = False
+        self._published = 0
         self._children = 0
         self._generations = 0
         self._stream: Stream | None = None
@@ -118,6 +131,24 @@ class SequenceActor(Actor):
             await super().serve(envelope)
         if self._scope.cancelled_caught and envelope.reply is not None:
             envelope.reply.withdraw()
+        if self._active and self._stream is None and not self._left:
+            self._active = False
+            self._house.allocator.post(Idle(self.owner))
+
+    def urge(self, envelope: Envelope) -> None:
+        """What ends the sequence or its generation does not wait behind something that waits for blocks."""
+        super().urge(envelope)
+        serving, message = self.serving, envelope.message
+        if serving is None or self._scope is None:
+            return
+        if isinstance(message, Close):
+            if serving.reply is not None:
+                serving.reply.fail(self.epitaph(None))
+            self._scope.cancel()
+        elif isinstance(message, Settle) and isinstance(serving.message, Renew | Preempt | Resume):
+            ends = self._stream is not None and self._stream.serial == message.serial
+            if ends:
+                self._scope.cancel()
 
     def withdraw(self, envelope: Envelope) -> None:
         if self.serving is envelope and self._scope is not None:
@@ -134,6 +165,10 @@ class SequenceActor(Actor):
         match message:
             case Renew():
                 return await self._renew()
+            case Preempt():
+                return await self._give_way()
+            case Resume():
+                return await self._resume()
             case Settle(serial=serial):
                 if self._stream is not None and self._stream.serial == serial:
                     await self._settle()
@@ -149,9 +184,11 @@ class SequenceActor(Actor):
             )
         await self._settle()
         match message:
-            case Append(tokens=tokens):
+            case Append(tokens=tokens, patience=patience):
+                self._waits = self._patience if patience is None else patience
                 return await self._append(tokens)
-            case Generate(params=params):
+            case Generate(params=params, patience=patience):
+                self._waits = self._patience if patience is None else patience
                 return await self._generate(params)
             case TopK(k=k):
                 return await self._topk(k)
@@ -170,7 +207,7 @@ class SequenceActor(Actor):
                 f"{length} tokens exceed the context of {self._house.max_context}; truncate the sequence or append less"
             )
         try:
-            await self._reserve(length)
+            await self._reserve(length, tokens=self._tokens + Tokens("i", tokens), patience=self._waits)
         except BaseException:
             self._shrink()
             raise
@@ -191,8 +228,11 @@ class SequenceActor(Actor):
         )
         self._generations += 1
         stream = Stream(self._generations)
+        pending = length - self._computed
         await self._start(job, stream)
         self._job, self._stream = job, stream
+        if pending >= self._house.block_size and stream.renew_at is not None:
+            stream.renew_at = 1  # the prompt is computed then: others may have its blocks
         return stream
 
     async def _topk(self, k: int) -> list[tuple[int, float]]:
@@ -218,12 +258,15 @@ class SequenceActor(Actor):
                 await self._compute(Submit(owner=self.owner), length - 1)
             return await self._share(count, length)
         finally:
-            if running and self.dead is None:
-                with anyio.CancelScope(shield=True):
-                    await self._resume()
+            if running:
+                self.post(Resume())
 
     async def _share(self, count: int, length: int) -> list[SequenceActor]:
         house, tokens = self._house, self.tokens
+        if house.max_sequences is not None and len(house.sequences) + count > house.max_sequences:
+            raise InvalidRequest(
+                f"{count} more sequences would exceed max_sequences={house.max_sequences}; close some first"
+            )
         blocks = self._table[: -(-length // house.block_size)]
         children = [
             SequenceActor(
@@ -232,6 +275,8 @@ class SequenceActor(Actor):
                 computed=min(self._computed, length),
                 table=blocks[:],
                 lineage=mix(self._lineage, self._children + i + 1),
+                priority=self._priority,
+                patience=self._patience,
             )
             for i in range(count)
         ]
@@ -268,17 +313,19 @@ class SequenceActor(Actor):
         """Reserve blocks and submit what is pending of the tokens before `stop`, the last of them at least."""
         tokens = self._all()
         stop = len(tokens) if stop is None else stop
-        start = min(self._computed, stop - 1)
         limit = stop
         if job.params is not None:
             limit = max(stop, min(self.length + self._house.lease, job.end - 1))
+        start = min(self._computed, stop - 1)
         try:
-            copies = await self._reserve(limit, start)
+            copies = await self._reserve(limit, start, tokens, patience=0 if limit > stop else self._waits)
         except PoolExhausted:
             if limit == stop:
                 raise
             limit = stop
-            copies = await self._reserve(limit, start)
+            copies = await self._reserve(limit, start, tokens, patience=self._waits)
+        # Where the blocks had to go and came back, this is further behind, or ahead by what others computed.
+        start = min(self._computed, stop - 1)
         job = msgspec.structs.replace(
             job, start=start, tokens=tokens[start:stop].tolist(), table=self._table.tolist(), limit=limit, copies=copies
         )
@@ -302,6 +349,7 @@ class SequenceActor(Actor):
         finally:
             if stream.computed is not None:
                 self._computed = stream.computed
+                self._publish()
         return stream
 
     async def _stop(self, pause: bool = False) -> None:
@@ -315,8 +363,7 @@ class SequenceActor(Actor):
 
     async def _resume(self) -> None:
         stream, job = self._stream, self._job
-        assert stream is not None and job is not None
-        if not stream.done:
+        if stream is not None and job is not None and not stream.done:
             try:
                 await self._start(job, stream)
             except PageforkError as error:
@@ -332,61 +379,134 @@ class SequenceActor(Actor):
         self._tokens.extend(stream.tokens)
         self._stream = self._job = None
         self._computed = min(self._computed, len(self._tokens))
+        self._publish()
         self._shrink()
 
     async def _renew(self) -> None:
-        """Extend the lease. Without blocks for it the job goes on to the end of what it has; then it fails."""
+        """Extend the lease. Without blocks for it the job goes on to the end of what it has; then it waits or fails."""
         stream, job = self._stream, self._job
         if stream is None or job is None or stream.done:
             return
+        self._publish()
+        due, last = self._renewal(stream)
+        if stream.read < due:
+            stream.renew_at = due
+            return
         have = len(self._table) * self._house.block_size
-        exhausted: PoolExhausted | None = None
         for limit in (self.length + self._house.lease, have + 1, have):
             limit = min(limit, job.end - 1)
-            if limit <= stream.limit:
-                break
-            first = len(self._table)
-            try:
-                copies = await self._reserve(limit)
-            except PoolExhausted as error:
-                exhausted = error
-                continue
-            assert not copies
-            self._house.worker.post(Extend(self.owner, first, self._table[first:].tolist(), limit))
-            self._set_limit(stream, limit, job.end)
-            return
-        if exhausted is None:
-            return
-        last = stream.limit - len(self._tokens) + 1
-        if stream.read >= last:
-            stream.fail(exhausted)
-        else:
+            if limit > stream.limit and await self._extend(limit, 0) is None:
+                return
+        if stream.read < last:
             stream.renew_at = last
+            return
+        exhausted = await self._extend(min(stream.limit + 1, job.end - 1), self._waits)
+        if exhausted is not None:
+            stream.fail(exhausted)
+
+    async def _extend(self, limit: int, patience: float) -> PoolExhausted | None:
+        """Have blocks for positions below `limit` and lease them to the job; returns why there are none."""
+        stream, job, first = self._stream, self._job, len(self._table)
+        assert stream is not None and job is not None
+        answer = await self._ask_blocks(limit, None, None, patience)
+        if isinstance(answer, Yielded):
+            await self._give_way()
+            return None
+        try:
+            copies = self._adopt(answer)
+        except PoolExhausted as error:
+            return error
+        assert not copies
+        self._house.worker.post(Extend(self.owner, first, self._table[first:].tolist(), limit))
+        self._set_limit(stream, limit, job.end)
+        return None
+
+    async def _give_way(self) -> None:
+        """Let another have the blocks. A running job is paused, and goes on from its tokens when there are blocks."""
+        if not self._table:
+            return
+        if self._stream is not None:
+            await self._stop(pause=True)
+        self._surrender()
+        await self._resume()
 
     def _set_limit(self, stream: Stream, limit: int, end: int) -> None:
-        """Note the lease, and when its reader should ask for the next: half a lease before the tokens run out."""
+        """Note the lease, and when its reader should ask for the next."""
         stream.limit = limit
-        last = limit - len(self._tokens) + 1
-        stream.renew_at = max(last - self._house.lease // 2, stream.read + 1) if limit < end - 1 else None
+        stream.renew_at = self._renewal(stream)[0] if limit < end - 1 else None
+
+    def _renewal(self, stream: Stream) -> tuple[int, int]:
+        """At how many tokens read the lease should be renewed, half a lease before it ends; and those that it gives."""
+        last = stream.limit - len(self._tokens) + 1
+        return max(last - self._house.lease // 2, 1), last
 
     # Blocks
 
-    async def _reserve(self, length: int, write_from: int | None = None) -> list[tuple[int, int, int]]:
-        """Have blocks for `length` tokens, those from `write_from` on its own; returns the copies to submit."""
+    async def _reserve(
+        self,
+        length: int,
+        write_from: int | None = None,
+        tokens: Tokens[int] | None = None,
+        *,
+        patience: float,
+    ) -> list[tuple[int, int, int]]:
+        """Have blocks for `length` tokens, those from `write_from` on its own; returns the copies to submit.
 
-        def late(answer: Granted | Exhausted) -> None:
+        Told to give way, it surrenders what it has and asks for all again: no job of it may be at the worker.
+        """
+        while isinstance(answer := await self._ask_blocks(length, write_from, tokens, patience), Yielded):
+            self._surrender()
+        return self._adopt(answer)
+
+    async def _ask_blocks(
+        self, length: int, write_from: int | None, tokens: Tokens[int] | None, patience: float
+    ) -> Granted | Yielded | Exhausted:
+        def late(answer: Granted | Yielded | Exhausted) -> None:
             if isinstance(answer, Granted):
                 self._forget(self._adopt(answer), write_from or 0)
+            elif isinstance(answer, Yielded):
+                self._surrender()
 
         if write_from is not None:
             self._computed = min(self._computed, write_from)
-        return self._adopt(await self._house.allocator.ask(Reserve(self.owner, length, write_from), late=late))
+            self._published = min(self._published, write_from // self._house.block_size)
+        self._active = True
+        reserve = Reserve(
+            self.owner,
+            length,
+            write_from,
+            tokens=None if self._table else tokens,
+            priority=self._priority,
+            patience=patience,
+        )
+        answer: Granted | Yielded | Exhausted = await self._house.allocator.ask(reserve, late=late)
+        return answer
 
     def _adopt(self, answer: Granted | Exhausted) -> list[tuple[int, int, int]]:
         if isinstance(answer, Exhausted):
             raise PoolExhausted(answer.wanted, answer.free, answer.total)
         self._table[answer.first :] = Tokens("i", answer.ids)
+        if answer.hit:
+            self._computed = answer.hit
+            self._published = answer.hit // self._house.block_size
         return answer.copies
+
+    def _surrender(self) -> None:
+        """Give up every block; what was computed may be found again among the published ones."""
+        self._publish()
+        del self._table[:]
+        self._computed = self._published = 0
+        self._house.allocator.post(Surrender(self.owner))
+
+    def _publish(self) -> None:
+        """Let other sequences have the full blocks whose K and V are computed."""
+        computed, stream = self._computed, self._stream
+        if stream is not None and stream.read:
+            computed = max(computed, len(self._tokens) + stream.read - 1)
+        blocks = min(computed, len(self._table) * self._house.block_size) // self._house.block_size
+        if blocks > self._published:
+            self._published = blocks
+            self._house.allocator.post(Publish(self.owner, self._all(), computed))
 
     def _forget(self, copies: list[tuple[int, int, int]], write_from: int) -> None:
         """Copies that nobody will do: their block counts as not computed, and their sources may go."""
@@ -398,6 +518,8 @@ class SequenceActor(Actor):
     def _shrink(self) -> None:
         """Give back the blocks past the sequence's tokens."""
         length = len(self._tokens)
+        self._computed = min(self._computed, length)
+        self._published = min(self._published, length // self._house.block_size)
         del self._table[-(-length // self._house.block_size) :]
         self._house.allocator.post(Shrink(self.owner, length))
 
@@ -409,5 +531,5 @@ class SequenceActor(Actor):
         with anyio.CancelScope(shield=True), contextlib.suppress(PageforkError):
             await self._house.worker.ask(Cancel(self.owner))
         self._house.allocator.post(Release(self.owner))
-        self._house.sequences.pop(self.owner, None)
+        self._house.leave(self.owner)
         self.gone.set()

@@ -38,6 +38,10 @@ class Options(Struct, frozen=True, kw_only=True):
     max_batch: int
     prefill_step_size: int
     lease: int
+    patience: float = 30.0
+    prefix_cache: bool = True
+    max_queue: int | None = None
+    max_sequences: int | None = None
     shutdown_timeout: float
 
 
@@ -45,7 +49,13 @@ class Options(Struct, frozen=True, kw_only=True):
 async def running(options: Options) -> AsyncIterator[House]:
     """Everything started on entry; on exit everything stopped and every block returned, or BlocksLeaked is raised."""
     call = _caller()
-    allocator = Allocator(options.blocks, options.block_size)
+    allocator = Allocator(
+        options.blocks,
+        options.block_size,
+        prefix=options.prefix_cache,
+        max_queue=options.max_queue,
+        preempt=lambda owner: house.preempt(owner),
+    )
     engine, facts = await _start_engine(options.build, call, lambda message: call(worker.post, message))
     worker = Worker(
         engine,
@@ -72,6 +82,8 @@ async def running(options: Options) -> AsyncIterator[House]:
                     block_size=options.block_size,
                     lease=options.lease,
                     max_context=min(facts.max_context, options.blocks * options.block_size),
+                    patience=options.patience,
+                    max_sequences=options.max_sequences,
                     spawn=spawn,
                     read_kv=_reader(engine, call),
                 )

@@ -229,6 +229,8 @@ async def runtime(
     lease: int = 8,
     shutdown_timeout: float = 10.0,
     inline: bool = False,
+    patience: float = 0.0,
+    prefix_cache: bool = False,
 ) -> AsyncIterator[Runtime]:
     """A runtime over a double; on leaving, its ledger is whole and every block free, however the body ended."""
     double = Double() if double is None else double
@@ -240,6 +242,8 @@ async def runtime(
         prefill_step_size=chunk,
         lease=lease,
         shutdown_timeout=shutdown_timeout,
+        patience=patience,
+        prefix_cache=prefix_cache,
     )
     thread = InlineThread if inline else supervisor.EngineThread
     try:
@@ -255,7 +259,7 @@ async def runtime(
         double.release()
         suppressed = await manager.__aexit__(type(error) if error else None, error, None)
         ledger(rt).check()
-        assert ledger(rt).pool.num_free == blocks, "blocks are missing after shutdown"
+        assert ledger(rt).available == blocks, "blocks are missing after shutdown"
         if error is not None and not suppressed:
             raise error
     finally:
