@@ -14,7 +14,7 @@ from msgspec import Struct
 from pagefork.runtime.arguments import INT32, real, token_ids, whole
 from pagefork.runtime.beam import Beam, BeamSearchParams, OnStep, close_all, search
 from pagefork.runtime.errors import ContextOverflow, InvalidRequest
-from pagefork.runtime.forward import build
+from pagefork.runtime.forward import Blocks, build
 from pagefork.runtime.generation import Generation
 from pagefork.runtime.house import House
 from pagefork.runtime.messages import Append, Close, Fork, Generate, ReadKV, SamplingParams, TopK, Truncate
@@ -159,7 +159,7 @@ class Runtime:
     def open(
         model: Source = DEFAULT_MODEL,
         *,
-        blocks: int | Literal["auto"] = 1024,
+        blocks: Blocks = 1024,
         block_size: int = 16,
         max_batch: int = 256,
         prefill_step_size: int = 512,
@@ -176,31 +176,37 @@ class Runtime:
 
         model: "smollm2-135m" (fetched once), a path or repo id that mlx-lm takes, a .gguf file, or a
         (model, tokenizer) pair. blocks: how many blocks the pool has, of `block_size` tokens each, for all sequences
-        together. max_batch: sequences computed in one step. prefill_step_size: prompt tokens a step takes beside its
-        decodes. lease: tokens that a generation may run ahead of its reader. patience: seconds that an operation waits
-        for blocks before PoolExhausted; meanwhile idle sequences, then later operations give up theirs and compute
-        them again when they go on. prefix_cache: keep the blocks of past prompts for those that begin alike.
-        max_queue: operations that may wait for blocks; more are refused at once. max_sequences: live sequences; more
-        wait until one closes. shutdown_timeout: seconds.
-        strict: raise KernelMismatch where a GPU kernel fails its self-test, instead of warning and taking the slow
-        path. `progress(stage, fraction)` is called from another thread while loading.
+        together; "auto" takes what the device has room for beside the weights. max_batch: sequences computed in one
+        step. prefill_step_size: prompt tokens a step takes beside its decodes. lease: tokens that a generation may run
+        ahead of its reader.
+
+        patience: seconds that an operation waits for blocks before PoolExhausted; meanwhile idle sequences, then later
+        operations give up theirs and compute them again when they go on. prefix_cache: keep the blocks of past prompts
+        for those that begin alike. max_queue: operations that may wait for blocks; more are refused at once.
+        max_sequences: live sequences; more wait until one closes.
+
+        shutdown_timeout: seconds that closing may take. strict: raise KernelMismatch where a GPU kernel fails its
+        self-test, instead of warning and taking the slow path. `progress(stage, fraction)` is called from another
+        thread while loading.
 
         Raises UnsupportedModel, ModelUnavailable, InvalidRequest on entry; BlocksLeaked on exit is a defect.
         """
         for name, value in (
-            ("blocks", blocks),
+            ("blocks", 1 if blocks == "auto" else blocks),
             ("block_size", block_size),
             ("max_batch", max_batch),
             ("prefill_step_size", prefill_step_size),
             ("lease", lease),
         ):
             whole(name, value, 1, INT32)
-        whole("blocks * block_size", blocks * block_size, 1, INT32)
+        if blocks != "auto":
+            whole("blocks * block_size", blocks * block_size, 1, INT32)
+        real("patience", patience, "seconds, not negative", 0)
         real("shutdown_timeout", shutdown_timeout, "seconds, not negative", 0)
         materialise(model)
         options = Options(
             build=partial(build, model, blocks, block_size, progress, strict),
-            blocks=blocks,
+            blocks=1 if blocks == "auto" else blocks,
             block_size=block_size,
             max_batch=max_batch,
             prefill_step_size=prefill_step_size,

@@ -71,7 +71,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the actors need to know of an engine. depth: steps that may be in flight; kv_bytes: those of all pools."""
+    """What the actors need to know of an engine.
+
+    depth: steps that may be in flight. kv_bytes: those of all pools. blocks: how many it made where it was to decide.
+    """
 
     name: str
     vocab_size: int
@@ -81,6 +84,7 @@ class Facts:
     layers: int
     depth: int
     kv_bytes: int
+    blocks: int | None = None
 
 
 class StepEngine(Protocol):

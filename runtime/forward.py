@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -13,8 +13,11 @@ from pagefork import kernels
 from pagefork.cache.kv import PagedKVCache
 from pagefork.runtime.engine import Facts, Ints, StepPlan, StepResult
 from pagefork.runtime.log import log
+from pagefork.runtime.memory import blocks_that_fit
 from pagefork.runtime.models import Model, Progress, Source, load
 from pagefork.runtime.sampling import choose
+
+Blocks = int | Literal["auto"]
 
 
 class Engine:
@@ -34,6 +37,7 @@ class Engine:
             layers=len(model.layers),
             depth=depth,
             kv_bytes=kv.nbytes,
+            blocks=kv.num_blocks,
         )
         self._model = model
         self._kv = kv
@@ -134,9 +138,11 @@ class Engine:
         return attend
 
 
-def build(source: Source, blocks: int, block_size: int, progress: Progress | None, strict: bool) -> Engine:
+def build(source: Source, blocks: Blocks, block_size: int, progress: Progress | None, strict: bool) -> Engine:
     """Load a model, allocate its pools and compile its kernels; call it in the engine's thread."""
     model = load(source, progress=progress)
+    if blocks == "auto":
+        blocks = blocks_that_fit(model, block_size)
     kv = PagedKVCache(blocks, block_size, [(s.kv_heads, s.head_dim) for s in model.layers], model.dtype)
     depth = _prepare_kernels(model, block_size, progress, strict)
     log.info(

@@ -374,6 +374,7 @@ class SequenceActor(Actor):
         stream = self._stream
         if stream is None:
             return
+        self._publish()  # before anything is waited for: the next prompt may begin like this one
         await self._stop()
         stream.cut()
         self._tokens.extend(stream.tokens)

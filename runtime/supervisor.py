@@ -49,14 +49,15 @@ class Options(Struct, frozen=True, kw_only=True):
 async def running(options: Options) -> AsyncIterator[House]:
     """Everything started on entry; on exit everything stopped and every block returned, or BlocksLeaked is raised."""
     call = _caller()
+    engine, facts = await _start_engine(options.build, call, lambda message: call(worker.post, message))
+    blocks = facts.blocks or options.blocks
     allocator = Allocator(
-        options.blocks,
+        blocks,
         options.block_size,
         prefix=options.prefix_cache,
         max_queue=options.max_queue,
         preempt=lambda owner: house.preempt(owner),
     )
-    engine, facts = await _start_engine(options.build, call, lambda message: call(worker.post, message))
     worker = Worker(
         engine,
         allocator.post,
@@ -81,7 +82,7 @@ async def running(options: Options) -> AsyncIterator[House]:
                     facts,
                     block_size=options.block_size,
                     lease=options.lease,
-                    max_context=min(facts.max_context, options.blocks * options.block_size),
+                    max_context=min(facts.max_context, blocks * options.block_size),
                     patience=options.patience,
                     max_sequences=options.max_sequences,
                     spawn=spawn,
