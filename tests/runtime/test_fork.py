@@ -83,6 +83,21 @@ async def test_forks_of_a_finished_but_unread_generation_end_where_the_reader_is
             assert await take(generation, 4) == AHEAD[2:6]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_what_a_parent_computed_past_its_reader_is_not_its_childrens(depth: int) -> None:
+    with anyio.fail_after(20):
+        async with runtime(Double(depth=depth), lease=16) as rt, await rt.sequence(PROMPT) as seq:
+            generation = seq.generate(SamplingParams(max_tokens=30))
+            await take(generation, 2)
+            while len(seq._actor._stream.tokens) < 9:
+                await checkpoint()
+            (child,) = await seq.fork()
+            await child.append([7] * 6)
+            assert child.tokens == PROMPT + AHEAD[:2] + [7] * 6
+            assert (await child.topk(1))[0][0] == Double.greedy(child.tokens, 1)[0]
+            assert await take(generation, 28) == AHEAD[2:30]
+
+
 async def test_a_parent_closed_leaves_its_children_whole() -> None:
     with anyio.fail_after(20):
         async with runtime() as rt:
@@ -173,7 +188,7 @@ class Family:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(actions=ACTIONS, lease=st.integers(1, 9), chunk=st.integers(1, 9))
 async def test_families_of_sequences_hold_what_they_were_told(
     actions: list[tuple[str, int]], lease: int, chunk: int, depth: int
