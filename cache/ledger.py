@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class Grant:
     hit: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Quote:
     """What a `reserve` would take now: `new` blocks, when at most `spare` can be had. Good until the ledger changes.
 
@@ -36,9 +36,9 @@ class Quote:
     spare: int
     revived: int = 0
     chain: Chain | None = None
-    adopted: list[int] = field(default_factory=list)
-    replaced: list[int] = field(default_factory=list)
-    withdrawn: list[int] = field(default_factory=list)
+    adopted: Sequence[int] = ()
+    replaced: Sequence[int] = ()
+    withdrawn: Sequence[int] = ()
 
     @property
     def short(self) -> int:
@@ -259,12 +259,16 @@ class Ledger:
         self.hit_tokens += hit
         return hit
 
-    def _unwritable(self, table: BlockTable, length: int, write_from: int | None) -> tuple[list[int], list[int]]:
+    def _unwritable(
+        self, table: BlockTable, length: int, write_from: int | None
+    ) -> tuple[Sequence[int], Sequence[int]]:
         """Of what is to be written: entries whose block has other holders, and blocks that are only published."""
         if write_from is None or write_from >= table.capacity:
-            return [], []
+            return (), ()
         refcounts = self.pool.refcounts
         entries = table.shared(write_from, min(length, table.capacity), refcounts).tolist()
+        if not entries:
+            return (), ()
         replaced: list[int] = []
         withdrawn: list[int] = []
         for entry in entries:
@@ -276,7 +280,7 @@ class Ledger:
         return replaced, withdrawn
 
     def _replace(
-        self, owner: int, table: BlockTable, entries: list[int], fresh: list[int], write_from: int
+        self, owner: int, table: BlockTable, entries: Sequence[int], fresh: list[int], write_from: int
     ) -> list[tuple[int, int, int]]:
         copies = []
         for entry, block in zip(entries, fresh, strict=False):

@@ -92,7 +92,7 @@ class Victims:
         table = self._ledger.table(owner)
         # A block to be copied needs no copy once its other holders are gone: as good as one freed. And what is to be
         # adopted is nothing to be won.
-        own = table.ids[quote.replaced] if table is not None and quote.replaced else _NOTHING
+        own = table.ids[np.array(quote.replaced, dtype=np.intp)] if table is not None and quote.replaced else _NOTHING
         adopted = np.array(quote.adopted, dtype=np.int32)
         np.add.at(self._leaving, own, _ONE)
         np.subtract.at(self._leaving, adopted, _ONE)

@@ -28,16 +28,16 @@ class Trace:
     """The shares and sizes that a workload is drawn from. Lengths in tokens, times in seconds; `(median, sigma)` of
     lognormal distributions, whose tails are heavy."""
 
-    prompt: tuple[float, float] = (350, 1.0)
-    output: tuple[float, float] = (100, 0.9)
+    prompt: tuple[float, float] = (250, 1.0)
+    output: tuple[float, float] = (60, 0.9)
     longest: int = 8192
     systems: int = 64
     """System prompts, that of rank r in proportion to 1/r."""
     with_system: float = 0.4
-    beams: float = 0.02
+    beams: float = 0.01
     beam_width: int = 4
-    samples: float = 0.05
-    more_turns: float = 0.25
+    samples: float = 0.04
+    more_turns: float = 0.2
     thinking: float = 4.0
     closed_early: float = 0.05
     priorities: tuple[int, ...] = (0, 0, 0, 0, 0, 0, 0, 1, -1, -1)
@@ -99,7 +99,7 @@ class Simulation:
         self._live: dict[int, Sequence] = {}
         self._tickets: dict[int, Sequence] = {}
         self._noise = array("i", (self._draw.randrange(1, 50_000) for _ in range(1 << 18)))
-        self._systems = [self._random(self._draw.randint(256, 2048)) for _ in range(trace.systems)]
+        self._systems = [self._random(self._draw.randint(128, 1024)) for _ in range(trace.systems)]
         self._weights = [1 / (rank + 1) for rank in range(trace.systems)]
         self._rate = load * blocks / self._demand()
         self._sample_every = sequences / self._rate / 100
@@ -177,11 +177,14 @@ class Simulation:
         if sequence.group is not None:
             self._rank(sequence, sequence.group)
             return
+        epoch = sequence.epoch
         if sequence.fork:
             for child in self._fork(sequence, sequence.fork):
                 child.target = len(child.tokens) + self._length(self._trace.output)
                 self._ask(child)
             sequence.fork = 0
+        if sequence.epoch != epoch:
+            return  # preempted for its own children, it has asked again already
         if len(sequence.tokens) < sequence.target:
             self._ask(sequence)
         elif sequence.turns:
@@ -217,6 +220,7 @@ class Simulation:
             for beam in beams:
                 self._close(beam)
             return
+        epochs = {beam.owner: beam.epoch for beam in beams}
         heirs = Counter(self._draw.choices(range(len(beams)), k=self._trace.beam_width))
         group.live = []
         for index, beam in enumerate(beams):
@@ -229,7 +233,8 @@ class Simulation:
                 child.group = group
             group.live += children
         for beam in list(group.live):
-            if beam.owner in self._live:
+            # Who was preempted meanwhile has asked again already, or was closed.
+            if beam.epoch == epochs.get(beam.owner, 0):
                 self._ask(beam)
 
     def _close_early(self, sequence: Sequence) -> None:
@@ -247,6 +252,9 @@ class Simulation:
     def _close(self, sequence: Sequence) -> None:
         del self._live[sequence.owner]
         sequence.epoch += 1
+        if sequence.ticket is not None:
+            self._tickets.pop(sequence.ticket, None)
+            sequence.ticket = None
         self._count(self.arbiter.forget, sequence.owner)
         self._tick()
 
@@ -311,8 +319,6 @@ class Simulation:
 
     def _give_up(self, sequence: Sequence) -> None:
         for one in list(sequence.group.live) if sequence.group is not None else [sequence]:
-            if one.ticket is not None:
-                self._tickets.pop(one.ticket, None)
             if one.owner in self._live:
                 self._close(one)
 

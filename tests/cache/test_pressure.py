@@ -22,6 +22,7 @@ from pagefork.cache.prefix import PrefixIndex
 PICKS = st.integers(0, 63)
 # Two tokens, so that sequences meet by chance and the index has something to confuse.
 TOKENS = st.lists(st.integers(0, 1), max_size=9)
+PATIENCE = st.none() | st.integers(1, 40)
 RUNS = int(os.environ.get("PAGEFORK_RUNS", "200"))
 
 
@@ -32,7 +33,7 @@ class Sequence:
     owner: int
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
-    copies: bool = False
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
     ticket: int | None = None
     wanted: list[int] = field(default_factory=list)
     priority: int = 0
@@ -43,8 +44,13 @@ class Sequence:
 class Pressure(RuleBasedStateMachine):
     hash_values: ClassVar[int | None] = None
 
-    @initialize(blocks=st.integers(3, 14), size=st.integers(1, 4), prefix=st.sampled_from([True, True, True, False]))
-    def start(self, blocks: int, size: int, prefix: bool) -> None:
+    @initialize(
+        blocks=st.integers(6, 20),
+        size=st.integers(1, 4),
+        prefix=st.sampled_from([True, True, True, False]),
+        eager=st.booleans(),
+    )
+    def start(self, blocks: int, size: int, prefix: bool, eager: bool) -> None:
         self.ledger = Ledger(BlockPool(blocks, size), prefix)
         values = self.hash_values
         if values is not None:
@@ -53,6 +59,7 @@ class Pressure(RuleBasedStateMachine):
             )
         self.arbiter = Arbiter(self.ledger, max_queue=6)
         self.size = size
+        self.eager = eager
         # A row's K and V depend on all tokens up to it, so that is what a row of this memory holds.
         self.memory: list[tuple[int, ...] | None] = [None] * (blocks * size)
         self.live: dict[int, Sequence] = {}
@@ -75,16 +82,28 @@ class Pressure(RuleBasedStateMachine):
         self.live[self.owners] = one = Sequence(self.owners, tokens)
         return one
 
-    @rule(tokens=TOKENS, priority=st.integers(-1, 1))
-    def open(self, tokens: list[int], priority: int) -> None:
-        self.new(tokens).priority = priority
+    @rule(first=TOKENS, second=TOKENS, priority=st.integers(-1, 1), patience=PATIENCE)
+    def open(self, first: list[int], second: list[int], priority: int, patience: int | None) -> None:
+        one = self.new([])
+        one.priority = priority
+        self.ask(one, first + second, patience)
 
-    @rule(pick=PICKS, more=TOKENS, patience=st.none() | st.integers(1, 40))
-    def ask(self, pick: int, more: list[int], patience: int | None) -> None:
+    @rule(pick=PICKS, more=TOKENS, patience=PATIENCE)
+    def append(self, pick: int, more: list[int], patience: int | None) -> None:
+        if (one := self.pick(pick)) is not None:
+            self.ask(one, more, patience)
+
+    @rule(picks=st.lists(PICKS, min_size=1, max_size=4), more=TOKENS)
+    def append_to_some(self, picks: list[int], more: list[int]) -> None:
+        for pick in picks:
+            self.append(pick, more, None)
+
+    def ask(self, one: Sequence, more: list[int], patience: int | None) -> None:
         """Compute what is pending and `more` tokens."""
-        one = self.pick(pick)
-        if one is not None and not one.copies and one.tokens + more:
+        self.do_copies(one)
+        if one.tokens + more:
             self.request(one, one.tokens + more, None if patience is None else self.now + patience)
+            self.tick(0)
 
     def request(self, one: Sequence, wanted: list[int], deadline: float | None = None) -> None:
         start = min(one.computed, len(wanted) - 1)
@@ -117,10 +136,8 @@ class Pressure(RuleBasedStateMachine):
         table, refcounts = self.table(one.owner), self.ledger.pool.refcounts
         assert table[grant.first :] == grant.ids and len(table) >= -(-len(one.wanted) // self.size)
         for source, target, rows in grant.copies:
-            assert 0 < rows < self.size and refcounts[source] >= 1
-            for row in range(rows):
-                self.memory[target * self.size + row] = self.memory[source * self.size + row]
-        one.copies = bool(grant.copies)
+            assert 0 < rows < self.size and refcounts[source] >= 1 and refcounts[target] == 1
+        one.copies = grant.copies
         start = min(one.computed, len(one.wanted) - 1)
         if grant.hit:
             assert one.computed == 0 and grant.hit < len(one.wanted), "a token is left to compute"
@@ -131,11 +148,23 @@ class Pressure(RuleBasedStateMachine):
             assert refcounts[block] == 1, "P3: only its owner writes a block, and no published one is written"
             self.memory[block * self.size + position % self.size] = tuple(one.tokens[: position + 1])
         one.computed = len(one.tokens)
+        if self.eager and not one.copies:
+            self.ledger.publish(one.owner, array("i", one.tokens), one.computed)
+
+    def do_copies(self, one: Sequence) -> None:
+        """Copies are done late, when their sources may have lost all holders but the pin."""
+        for source, target, rows in one.copies:
+            for row in range(rows):
+                self.memory[target * self.size + row] = self.memory[source * self.size + row]
+        one.copies = []
+        available = self.ledger.available
+        assert self.ledger.copied(one.owner) == self.ledger.available - available
 
     @rule(pick=PICKS, part=st.integers(0, 9))
     def publish(self, pick: int, part: int) -> None:
         one = self.pick(pick, waiting=True)
         if one is not None:
+            self.do_copies(one)
             self.ledger.publish(one.owner, array("i", one.tokens), max(0, one.computed - (part if part > 6 else 0)))
 
     @rule(pick=PICKS, count=st.integers(1, 3), length=st.integers(0, 40))
@@ -143,6 +172,7 @@ class Pressure(RuleBasedStateMachine):
         one = self.pick(pick, waiting=True)
         if one is None:
             return
+        self.do_copies(one)
         length %= one.computed + 1
         available = self.ledger.available
         children = [self.new(one.tokens[:length]) for _ in range(count)]
@@ -168,8 +198,7 @@ class Pressure(RuleBasedStateMachine):
         some = [one for one in self.live.values() if one.copies]
         if some:
             one = some[pick % len(some)]
-            one.copies = False
-            self.ledger.copied(one.owner)
+            self.do_copies(one)
             self.tick(0)
 
     @rule(pick=PICKS)
@@ -214,7 +243,8 @@ class Pressure(RuleBasedStateMachine):
             self.tick(0)
 
     def release(self, one: Sequence) -> None:
-        one.named = one.copies = False
+        one.named = False
+        one.copies = []
         one.computed = 0
         self.arbiter.release(one.owner)
         assert self.table(one.owner) == []
@@ -262,7 +292,7 @@ class Pressure(RuleBasedStateMachine):
     def everyone_reads_its_own(self) -> None:
         for one in getattr(self, "live", {}).values():
             table = self.table(one.owner)
-            for position in range(one.computed):
+            for position in range(one.computed if not one.copies else 0):
                 row = self.memory[table[position // self.size] * self.size + position % self.size]
                 assert row == tuple(one.tokens[: position + 1])
 
@@ -281,9 +311,7 @@ class Pressure(RuleBasedStateMachine):
         """P6: with whoever runs coming to an end, all that wait are served without a deadline, and none is closed."""
         wait = list(self.live.values())
         for one in wait:
-            if one.copies:
-                one.copies = False
-                self.ledger.copied(one.owner)
+            self.do_copies(one)
         unserved = {one.owner for one in self.tickets.values()}
         for _ in range(200):
             for one in wait:
@@ -294,8 +322,8 @@ class Pressure(RuleBasedStateMachine):
                         self.request(one, one.wanted)
                     if one.ticket is None and not one.named:
                         unserved.discard(one.owner)
-                        self.ledger.copied(one.owner)
-                        one.active = one.copies = False
+                        self.do_copies(one)
+                        one.active = False
                         self.arbiter.idle(one.owner, self.now)
             self.tick(0.06)
             if not self.tickets and not any(one.named for one in wait):
