@@ -278,8 +278,8 @@ async def settled(rt: Runtime, condition: Callable[[], bool]) -> None:
 
 
 async def free(rt: Runtime, blocks: int) -> None:
-    """Wait until so many blocks are free, and check the ledger."""
-    await settled(rt, lambda: ledger(rt).pool.num_free == blocks)
+    """Wait until so many blocks are free or kept for reuse alone, and check the ledger."""
+    await settled(rt, lambda: ledger(rt).available == blocks)
     ledger(rt).check()
 
 
