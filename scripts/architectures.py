@@ -50,10 +50,13 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("decoder_sparse_step", "n_group", "topk_group", "first_k_dense_replace", "moe_layer_freq"), 1),
-    **dict.fromkeys(("routed_scaling_factor", "logits_scaling", "embedding_multiplier", "residual_multiplier"), 1.0),
+    "routed_scaling_factor": 1.0,
+    "logits_scaling": 2.0,
+    "embedding_multiplier": 1.5,
+    "residual_multiplier": 0.8,
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), 0.5),
     "rotary_dim": 8,
-    "attention_multiplier": 0.25,
+    "attention_multiplier": 0.3,
     "query_pre_attn_scalar": 16,
     "kv_lora_rank": 16,
     "q_lora_rank": 16,
@@ -64,7 +67,9 @@ SIZES: dict[str, Any] = {
     "topk_method": "noaux_tc",
     "hidden_act": "silu",
     "mlp_only_layers": [],
-    **dict.fromkeys(("norm_topk_prob", "use_qk_norm", "tie_word_embeddings", "no_bias"), True),
+    **dict.fromkeys(("norm_topk_prob", "use_qk_norm", "no_bias"), True),
+    # A random model whose output head is its embedding repeats its last token, whatever it attends to.
+    **dict.fromkeys(("tie_word_embeddings", "share_input_output_layers"), False),
     **dict.fromkeys(("bias", "multi_query", "attention_bias", "mlp_bias", "use_bias", "use_qkv_bias"), False),
     **dict.fromkeys(("rope_traditional", "qk_layernorm"), False),
 }
@@ -390,4 +395,4 @@ def _filled(arguments: Any, name: str, overrides: Mapping[str, Any]) -> dict[str
 def _stirred(array: mx.array) -> mx.array:
     if not mx.issubdtype(array.dtype, mx.floating):
         return array
-    return array.astype(mx.float32) + 0.05 * mx.random.normal(array.shape)
+    return array.astype(mx.float32) + 0.15 * mx.random.normal(array.shape)

@@ -97,13 +97,21 @@ def described(layers: tuple[LayerSpec, ...]) -> str:
     return ", ".join(parts)
 
 
-def page(verdicts: list[Verdict]) -> str:
-    counts = {status: sum(verdict.status == status for verdict in verdicts) for status in ("served", "refused")}
+def verdicts() -> list[Verdict]:
+    """Of every architecture of the installed mlx-lm. Changes MLX's default device."""
+    mx.set_default_device(mx.cpu)
+    # Compiling the small element-wise functions of a hundred architectures takes longer than all the rest.
+    mx.disable_compile()
+    return [judge(name) for name in names() if is_model(name)]
+
+
+def page(judged: list[Verdict]) -> str:
+    counts = {status: sum(verdict.status == status for verdict in judged) for status in ("served", "refused")}
     intro = INTRO.format(
-        version=version("mlx-lm"), untried=len(verdicts) - sum(counts.values()), give_back=GIVE_BACK, **counts
+        version=version("mlx-lm"), untried=len(judged) - sum(counts.values()), give_back=GIVE_BACK, **counts
     )
     words = {"needs": "not run"}
-    rows = [f"| {v.name} | {words.get(v.status, v.status)} | {v.note} |\n" for v in verdicts]
+    rows = [f"| {v.name} | {words.get(v.status, v.status)} | {v.note} |\n" for v in judged]
     helpers = [f"`{name}`" for name in names() if not is_model(name)]
     return f"{intro}{''.join(rows)}\nModules of `mlx_lm.models` that are no architectures: {', '.join(helpers)}.\n"
 
@@ -112,23 +120,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with docs/models.md instead of writing it")
     options = parser.parse_args(arguments)
-    mx.set_default_device(mx.cpu)
-    # Compiling the small element-wise functions of a hundred architectures takes longer than all the rest.
-    mx.disable_compile()
-    verdicts = [judge(name) for name in names() if is_model(name)]
-    written = page(verdicts)
-    for verdict in verdicts:
+    judged = verdicts()
+    written = page(judged)
+    for verdict in judged:
         if verdict.status == "unknown":
             print(f"{verdict.name}: {verdict.note}; give it a configuration in scripts/architectures.py")
     if not options.check:
         PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(written)
-        print(f"{PAGE.relative_to(PAGE.parent.parent)}: {len(verdicts)} architectures")
+        print(f"{PAGE.relative_to(PAGE.parent.parent)}: {len(judged)} architectures")
     elif (kept := PAGE.read_text() if PAGE.exists() else "") != written:
         lines = difflib.unified_diff(kept.splitlines(), written.splitlines(), "docs/models.md", "now", lineterm="", n=0)
         print("\n".join(lines), "\nrun python scripts/models.py", sep="\n")
         return 1
-    return int(any(verdict.status == "unknown" for verdict in verdicts))
+    return int(any(verdict.status == "unknown" for verdict in judged))
 
 
 if __name__ == "__main__":
