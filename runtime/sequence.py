@@ -87,6 +87,7 @@ class SequenceActor(Actor):
         self._patience = house.patience if patience is None else patience
         self._waits = self._patience
         self._active = False
+        self._paused = False
         self._published = 0
         self._children = 0
         self._generations = 0
@@ -358,14 +359,16 @@ class SequenceActor(Actor):
         assert stream is not None
         with anyio.CancelScope(shield=True):
             await self._house.worker.ask(Cancel(self.owner, pause=pause))
+        self._paused = pause
         if stream.computed is not None:
             self._computed, stream.computed = stream.computed, None
 
     async def _resume(self) -> None:
         stream, job = self._stream, self._job
-        if stream is not None and job is not None and not stream.done:
+        if self._paused and stream is not None and job is not None and not stream.done:
             try:
                 await self._start(job, stream)
+                self._paused = False
             except PageforkError as error:
                 stream.fail(error)
 
@@ -386,7 +389,7 @@ class SequenceActor(Actor):
     async def _renew(self) -> None:
         """Extend the lease. Without blocks for it the job goes on to the end of what it has; then it waits or fails."""
         stream, job = self._stream, self._job
-        if stream is None or job is None or stream.done:
+        if stream is None or job is None or stream.done or self._paused:
             return
         self._publish()
         due, last = self._renewal(stream)
