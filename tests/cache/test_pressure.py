@@ -10,11 +10,11 @@ from array import array
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagefork.cache.arbiter import Arbiter, Event, Expired, Granted, Preempt, Refused, Waiting, Yield
+from pagefork.cache.arbiter import AGEING, Arbiter, Event, Expired, Granted, Preempt, Refused, Waiting, Yield
 from pagefork.cache.blocks import BlockPool
 from pagefork.cache.ledger import Grant, Ledger
 from pagefork.cache.prefix import PrefixIndex
@@ -39,6 +39,12 @@ class Sequence:
     priority: int = 0
     named: bool = False
     active: bool = False
+    arrival: float = 0.0
+    order: int = 0
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return self.arrival - self.priority * AGEING, self.order
 
 
 class Pressure(RuleBasedStateMachine):
@@ -64,7 +70,7 @@ class Pressure(RuleBasedStateMachine):
         self.memory: list[tuple[int, ...] | None] = [None] * (blocks * size)
         self.live: dict[int, Sequence] = {}
         self.tickets: dict[int, Sequence] = {}
-        self.owners = 0
+        self.owners = self.orders = 0
         self.now = 0.0
 
     # Sequences
@@ -107,6 +113,9 @@ class Pressure(RuleBasedStateMachine):
 
     def request(self, one: Sequence, wanted: list[int], deadline: float | None = None) -> None:
         start = min(one.computed, len(wanted) - 1)
+        if not one.active:
+            self.orders += 1
+            one.active, one.arrival, one.order = True, self.now, self.orders
         before = self.ledger.available, self.table(one.owner)
         answer = self.arbiter.request(
             one.owner,
@@ -117,10 +126,11 @@ class Pressure(RuleBasedStateMachine):
             priority=one.priority,
             deadline=deadline,
         )
-        one.active = True
         one.wanted = wanted
         if isinstance(answer, Granted):
             assert not one.named
+            if self.ledger.available < before[0]:
+                assert all(one.rank < other.rank for other in self.tickets.values()), "passed by who waits"
             self.compute(one, answer.grant)
             return
         assert before == (self.ledger.available, self.table(one.owner)), "not granted, nothing taken"
@@ -262,7 +272,7 @@ class Pressure(RuleBasedStateMachine):
         if isinstance(event, Preempt):
             one = self.live[event.owner]
             assert one.ticket is None and not one.named and self.table(one.owner)
-            one.named = True
+            self.name(one)
             return
         one = self.tickets.pop(event.ticket)
         assert one.owner == event.owner
@@ -271,9 +281,14 @@ class Pressure(RuleBasedStateMachine):
             self.compute(one, event.grant)
         elif isinstance(event, Yield):
             assert not one.named and self.table(one.owner)
-            one.named = True
+            self.name(one)
         else:
             assert isinstance(event, Expired)
+
+    def name(self, one: Sequence) -> None:
+        one.named = True
+        head = min(other.rank for other in self.tickets.values())
+        assert not one.active or one.rank > head, "an operation gives way only to one that ranks before it"
 
     # What must hold
 
@@ -337,7 +352,9 @@ class Colliding(Pressure):
     hash_values = 3
 
 
-Pressure.TestCase.settings = settings(max_examples=RUNS, stateful_step_count=100)
-Colliding.TestCase.settings = settings(max_examples=max(1, RUNS // 5), stateful_step_count=100)
+# Steps take longer than usual examples, and on a busy machine longer still.
+STEPS = settings(stateful_step_count=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+Pressure.TestCase.settings = settings(STEPS, max_examples=RUNS)
+Colliding.TestCase.settings = settings(STEPS, max_examples=max(1, RUNS // 5))
 TestPressure = Pressure.TestCase
 TestColliding = Colliding.TestCase
