@@ -106,7 +106,7 @@ class LayerCache:
         q, k, v = queries.squeeze(2).astype(keys.dtype), keys.squeeze(2), values.squeeze(2)
         wide, narrow = k.shape[-1], v.shape[-1]
         if narrow < wide:
-            v = mx.pad(v, ((0, 0), (0, 0), (0, wide - narrow)))
+            v = mx.pad(v, [(0, 0), (0, 0), (0, wide - narrow)])
         out = self.step.attend(self.layer, q, k, v, sinks)
         return out[:, :, None, :narrow].astype(queries.dtype)
 

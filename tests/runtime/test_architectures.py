@@ -16,11 +16,12 @@ import anyio
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from architectures import NEEDS, VOCAB, WINDOW, is_model, names, tiny
+from architectures import LAYERS, NEEDS, VOCAB, WINDOW, is_model, names, tiny
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from pagefork.runtime import Runtime, SamplingParams, Sequence, UnsupportedModel
+from pagefork.runtime.models import load
 
 ROUNDING = 2e-4
 COUNT = 8
@@ -79,6 +80,14 @@ async def test_quantised_models_answer_as_mlx_lm_does(name: str) -> None:
     module = tiny(name)
     nn.quantize(module, group_size=32, bits=4)
     await compare(f"{name}, 4 bits", module)
+
+
+def test_keys_that_are_attended_to_in_float32_are_kept_as_they_were_stored() -> None:
+    module = tiny("stablelm")
+    module.set_dtype(mx.bfloat16)
+    model = load((module, None))
+    model.restore()
+    assert (model.dtype, model.recast) == (mx.bfloat16, (True,) * LAYERS)
 
 
 @pytest.mark.anyio
