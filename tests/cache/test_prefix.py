@@ -264,3 +264,35 @@ def test_equal_tokens_behind_colliding_heads_are_no_hit() -> None:
     index.publish(index.root, other, ids[2:3], 1)
     assert index.lookup(other + last) == ids[2:3].tolist()
     index.check()
+
+
+def test_stale_tails_are_neither_kept_in_the_table_nor_published_as_new_tokens() -> None:
+    one = ledger()
+    said = tokens((0, 16))
+    ids = one.reserve(1, 16, 0, said).ids
+    one.shrink(1, 5)
+    assert one.table(1).ids.tolist() == ids[:2]  # type: ignore[union-attr]
+    one.publish(1, said, 16)
+    assert one.index.lookup(said) == ids[:1], "only what the table still covers"
+    one.reserve(1, 16, 5)
+    changed = said[:5] + tokens((60, 11))
+    one.publish(1, changed, 5)
+    assert one.index.lookup(said) == ids[:1] == one.index.lookup(changed), "nothing is published before it is computed"
+
+
+def test_an_aliasing_copy_is_impossible_while_its_source_is_evictable() -> None:
+    """The source of a copy not done yet is published and has no holder but the pin: it must outlast an eviction."""
+    one = ledger(5)
+    said = tokens((0, 8))
+    computed(one, 1, said)
+    one.share(1, [2], 6)
+    ((source, target, _),) = one.reserve(2, 8, 6).copies
+    one.release(1)
+    assert one.cached == 0 and source != target
+    with pytest.raises(BlocksExhausted):
+        one.reserve(3, 12, 0)
+    assert source not in one.reserve(3, 8, 0).ids
+    one.release(3)
+    one.copied(2)
+    assert one.cached == 1 and source in one.reserve(3, 12, 0).ids
+    one.check()
