@@ -44,9 +44,10 @@ ragged steps and far into the context, are compared with the model's own.
 before them, and mlx-lm's answers do not change. All layers share one block table, so the blocks of a sequence are held
 until it is truncated or closed: {give_back}.
 
-**What is refused.** Multi-head latent attention caches compressed states; state-space, linear-attention and
-convolution layers keep a state that cannot be cut into blocks; chunked, block-sparse and indexed attention choose
-positions in ways that a block table and a window do not say.
+**What is refused.** Multi-head latent attention caches compressed states, but where mlx-lm expands them to keys and
+values before it caches (DeepSeek V2, MiniCPM3, Youtu); state-space, linear-attention and convolution layers keep a
+state that cannot be cut into blocks; chunked, block-sparse and indexed attention choose positions in ways that a block
+table and a window do not say.
 
 | architecture | | |
 |---|---|---|
