@@ -88,6 +88,7 @@ class SequenceActor(Actor):
         self._waits = self._patience
         self._active = False
         self._paused = False
+        self._before = 0
         self._published = 0
         self._children = 0
         self._generations = 0
@@ -335,6 +336,7 @@ class SequenceActor(Actor):
         except BaseException:
             self._forget(copies, start)
             raise
+        self._before = len(stream.tokens)
         self._set_limit(stream, limit, job.end)
 
     async def _compute(self, job: Submit, stop: int) -> Stream:
@@ -505,7 +507,8 @@ class SequenceActor(Actor):
     def _publish(self) -> None:
         """Let other sequences have the full blocks whose K and V are computed."""
         computed, stream = self._computed, self._stream
-        if stream is not None and stream.read:
+        if stream is not None and not self._paused and stream.read > self._before:
+            # A token that this job sampled came out of everything before it.
             computed = max(computed, len(self._tokens) + stream.read - 1)
         blocks = min(computed, len(self._table) * self._house.block_size) // self._house.block_size
         if blocks > self._published:
