@@ -14,12 +14,14 @@ demo: $(VENV)/.ready-demo
 test: $(VENV)/.ready-dev
 	@$(BIN)/python -m pytest
 
-# mypy does not see packages of an editable install, so it gets a tree of links that looks like the installed package.
+# mypy does not see packages of an editable install, so it gets a tree of links that looks like the installed package:
+# links to files, since the folder kernels/cuda would hide kernels/cuda.py.
 lint: $(VENV)/.ready-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@mkdir -p $(TYPES)/pagefork
-	@for package in $(PACKAGES); do ln -sfn "$(CURDIR)/$$package" $(TYPES)/pagefork/$$package; done
+	@rm -rf $(TYPES)
+	@for package in $(PACKAGES); do \
+		mkdir -p $(TYPES)/pagefork/$$package && ln -s "$(CURDIR)/$$package"/*.py $(TYPES)/pagefork/$$package/ || exit 1; done
 	@MYPYPATH=$(TYPES) $(BIN)/mypy --strict --namespace-packages --explicit-package-bases \
 		$(foreach package,$(PACKAGES),-p pagefork.$(package))
 

@@ -4,80 +4,20 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import anyio
+import bench_peer
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.generate import BatchGenerator
-from mlx_lm.models import llama
+from mlx.utils import tree_flatten
 
 from pagefork.runtime import Runtime, SamplingParams, Sequence
-
-CHUNK = 2048  # prompt tokens a step
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-    },
-    "llama-1b": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-        "rope_theta": 10000.0,
-    },
-}
-
-
-def random_model(shape: str, dtype: mx.Dtype) -> nn.Module:
-    """A llama of that shape with small random weights; its layers are the real ones, its words are not."""
-    args = llama.ModelArgs(
-        model_type="llama",
-        rms_norm_eps=1e-5,
-        max_position_embeddings=131072,
-        **{"tie_word_embeddings": False} | SHAPES[shape],
-    )
-    model = llama.Model(args)
-    weights = []
-    for index, (name, array) in enumerate(tree_flatten(model.parameters())):
-        if "norm" in name:
-            weights.append((name, mx.ones(array.shape, dtype)))
-        else:
-            noise = mx.random.normal(array.shape, dtype=dtype, key=mx.random.key(index))
-            weights.append((name, noise * mx.array(0.02, dtype)))
-        mx.eval(weights[-1][1])
-    model.update(tree_unflatten(weights))
-    model.eval()
-    mx.eval(model.parameters())
-    return model
-
-
-def prompts(batch: int, context: int, vocab: int) -> list[list[int]]:
-    """Different prompts of `context` tokens: nothing is shared."""
-    table = mx.random.randint(0, vocab, (batch, context), key=mx.random.key(7))
-    rows: list[list[int]] = table.tolist()  # type: ignore[assignment]
-    return rows
 
 
 async def ours(model: nn.Module, texts: list[list[int]], tokens: int) -> float:
@@ -90,39 +30,14 @@ async def ours(model: nn.Module, texts: list[list[int]], tokens: int) -> float:
         async for _ in sequence.generate(SamplingParams(max_tokens=count, ignore_eos=True)):
             times.append(time.perf_counter())
 
-    async with Runtime.open((model, None), blocks=blocks, max_batch=batch, prefill_step_size=CHUNK) as rt:
+    async with Runtime.open((model, None), blocks=blocks, max_batch=batch, prefill_step_size=bench_peer.CHUNK) as rt:
         sequences = [await rt.sequence(text) for text in texts]
         for count in (1, tokens):
             times.clear()
             async with anyio.create_task_group() as group:
                 for sequence in sequences:
                     group.start_soon(read, sequence, count)
-    return rate(times, batch)
-
-
-def theirs(model: nn.Module, texts: list[list[int]], tokens: int) -> float:
-    """Tokens per second of mlx-lm's BatchGenerator, its prompts computed before."""
-    batch = len(texts)
-    generator = BatchGenerator(
-        model,
-        max_tokens=tokens + 2,
-        completion_batch_size=batch,
-        prefill_batch_size=batch,
-        prefill_step_size=max(CHUNK // batch, 64),
-    )
-    generator.insert(texts)
-    times: list[float] = []
-    while len(times) < batch * tokens:
-        _, responses = generator.next()
-        times += [time.perf_counter()] * len(responses)
-    generator.close()
-    return rate(times, batch)
-
-
-def rate(times: list[float], batch: int) -> float:
-    """Tokens per second from the end of a step in the first quarter to that of the last."""
-    first = len(times) // batch // 4 * batch - 1
-    return (len(times) - 1 - first) / (times[-1] - times[first])
+    return bench_peer.rate(times, batch)
 
 
 def bound(model: nn.Module, batch: int, context: int, bandwidth: float) -> float:
@@ -149,32 +64,40 @@ def copy_bandwidth() -> float:
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("decode", help=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--shape", choices=bench_peer.SHAPES, default="llama-8b")
     parser.add_argument("--random", action="store_true", help="random weights; the only kind there is for a shape")
     parser.add_argument("--case", action="append", metavar="BATCH,CONTEXT", help="repeat for several")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--peer", choices=("yes", "no"), default="yes", help="also time mlx-lm's BatchGenerator")
+    parser.add_argument(
+        "--peer",
+        choices=("yes", "no"),
+        default="yes",
+        help="also time mlx-lm's BatchGenerator, as it comes and with pagefork's MLX settings",
+    )
     parser.add_argument("--backend", choices=("asyncio", "trio"), default="asyncio")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)
 
 
 def run(arguments: Any) -> None:
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    model = random_model(arguments.shape, mx.bfloat16 if on_gpu else mx.float32)
+    cases = arguments.case or ["1,1024", "32,1024", "32,8192", "128,1024"]
+    untouched = _peer_alone(arguments, cases) if arguments.peer == "yes" else {}
+    model = bench_peer.random_model(arguments.shape, bench_peer.dtype())
     bandwidth = copy_bandwidth()
     rows = []
-    for case in arguments.case or ["1,1024", "32,1024", "32,8192", "128,1024"]:
+    for case in cases:
         batch, context = map(int, case.split(","))
-        texts = prompts(batch, context, SHAPES[arguments.shape]["vocab_size"])
+        texts = bench_peer.prompts(batch, context, bench_peer.SHAPES[arguments.shape]["vocab_size"])
         row = {"batch": batch, "context": context, "bound": bound(model, batch, context, bandwidth)}
         row["tokens_per_s"] = anyio.run(ours, model, texts, arguments.tokens, backend=arguments.backend)
         row["step_ms"] = batch / row["tokens_per_s"] * 1e3
         gc.collect()
         mx.clear_cache()
         if arguments.peer == "yes":
-            row["mlx_lm_tokens_per_s"] = theirs(model, texts, arguments.tokens)
-            row["ratio"] = row["tokens_per_s"] / row["mlx_lm_tokens_per_s"]
+            row["mlx_lm_tokens_per_s"] = untouched[case]
+            row["ratio"] = row["tokens_per_s"] / untouched[case]
+            tuned = row["mlx_lm_tuned_tokens_per_s"] = bench_peer.theirs(model, texts, arguments.tokens)
+            row["ratio_to_tuned"] = row["tokens_per_s"] / tuned
             gc.collect()
             mx.clear_cache()
         rows.append({name: round(value, 2) for name, value in row.items()})
@@ -182,3 +105,13 @@ def run(arguments: Any) -> None:
             print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     if arguments.json:
         print(json.dumps({"shape": arguments.shape, "copy_tb_per_s": round(bandwidth / 1e12, 3), "rows": rows}))
+
+
+def _peer_alone(arguments: Any, cases: list[str]) -> dict[str, float]:
+    """The peer's rates in a process of its own, with MLX set up as it comes."""
+    environment = {name: value for name, value in os.environ.items() if name != "MLX_MAX_MB_PER_BUFFER"}
+    command = [sys.executable, str(Path(__file__).with_name("bench_peer.py")), "--shape", arguments.shape]
+    command += ["--tokens", str(arguments.tokens), *(part for case in cases for part in ("--case", case))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return rates
