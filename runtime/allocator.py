@@ -49,6 +49,7 @@ class Allocator(Actor):
         super().__init__("allocator", capacity=4096)
         self.ledger = Ledger(BlockPool(num_blocks, block_size), prefix)
         self.arbiter = Arbiter(self.ledger, max_queue=max_queue)
+        self.waited = 0
         self._preempt = preempt
         self._asking: dict[int, Envelope] = {}
 
@@ -131,6 +132,7 @@ class Allocator(Actor):
         )
         match answer:
             case events.Waiting(ticket=ticket) if reserve.patience > 0:
+                self.waited += 1
                 self._asking[ticket] = envelope
             case events.Waiting(ticket=ticket):
                 self.arbiter.withdraw(ticket)

@@ -30,8 +30,9 @@ class Stats(Struct, frozen=True):
     """Counts since the runtime was opened, unless they say what is now.
 
     blocks_*: now, but for the peak; referenced blocks are held by sequences or pinned by copies, cached ones are kept
-    for reuse. block_bytes: K and V of all layers. waiting: operations that wait for blocks. copies: blocks copied on
-    write, copied_bytes over all layers. steps: forward passes. tokens: sampled.
+    for reuse. block_bytes: K and V of all layers. waiting: operations that wait for blocks now; waited: requests that
+    had to, expired: those of them that waited in vain. copies: blocks copied on write, copied_bytes over all layers.
+    steps: forward passes. tokens: sampled.
     """
 
     blocks_total: int
@@ -52,6 +53,8 @@ class Stats(Struct, frozen=True):
     evictions: int
     preemptions: int
     waiting: int
+    waited: int
+    expired: int
     jobs: int
     allocator_queue: int
     worker_queue: int
@@ -281,6 +284,8 @@ class Runtime:
             evictions=ledger.evictions,
             preemptions=house.allocator.arbiter.preempted,
             waiting=house.allocator.waiting,
+            waited=house.allocator.waited,
+            expired=house.allocator.arbiter.expired,
             jobs=worker.jobs,
             allocator_queue=house.allocator.queued,
             worker_queue=worker.queued,
