@@ -107,9 +107,12 @@ def run(arguments: Any) -> None:
         print(json.dumps({"shape": arguments.shape, "copy_tb_per_s": round(bandwidth / 1e12, 3), "rows": rows}))
 
 
+_OURS = ("MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER")
+
+
 def _peer_alone(arguments: Any, cases: list[str]) -> dict[str, float]:
     """The peer's rates in a process of its own, with MLX set up as it comes."""
-    environment = {name: value for name, value in os.environ.items() if name != "MLX_MAX_MB_PER_BUFFER"}
+    environment = {name: value for name, value in os.environ.items() if name not in _OURS}
     command = [sys.executable, str(Path(__file__).with_name("bench_peer.py")), "--shape", arguments.shape]
     command += ["--tokens", str(arguments.tokens), *(part for case in cases for part in ("--case", case))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
