@@ -115,7 +115,7 @@ class Lanes:
 class Job:
     """One Submit being served; `planned` of its tokens are in a step that was launched. `over`: plan no more of it."""
 
-    __slots__ = ("copies", "lane", "over", "planned", "stream", "submit")
+    __slots__ = ("copies", "lane", "over", "planned", "samples", "stream", "submit", "wants_logits")
 
     def __init__(self, lane: int, submit: Submit, stream: Stream) -> None:
         self.lane = lane
@@ -124,11 +124,9 @@ class Job:
         self.planned = 0
         self.over = False
         self.copies = submit.copies
+        self.samples = submit.params is not None
+        self.wants_logits = self.samples or submit.topk > 0
 
     @property
     def prompt_planned(self) -> bool:
         return self.planned == len(self.submit.tokens)
-
-    @property
-    def wants_logits(self) -> bool:
-        return self.submit.params is not None or self.submit.topk > 0

@@ -21,14 +21,12 @@ class Flight:
 
     serial: int
     sampled: list[Job]
+    sampled_lanes: Index
     positions: Ints
     named: list[Job]
+    named_lanes: Index
     stops: Ints
     copied: list[int]
-
-    @property
-    def named_lanes(self) -> Index:
-        return np.array([job.lane for job in self.named], dtype=np.intp)
 
 
 class Planner:
@@ -103,19 +101,23 @@ class Planner:
                 rows.append(row - 1)
         flat = np.concatenate(places)
         named = jobs + [job for job, _ in chunks]
+        named_lanes = np.concatenate([decodes, _lanes_of([job for job, _ in chunks])])
         stops = np.concatenate([positions, [job.submit.start + job.planned + n - 1 for job, n in chunks]]) + 1
         sampled = jobs + [job for job, n in chunks if job.wants_logits and job.planned + n == len(job.submit.tokens)]
+        sampled_lanes = np.concatenate([decodes, _lanes_of(sampled[len(jobs) :])])
         feed = lanes.feed[decodes]
         copies = [copy for job in named for copy in job.copies]
         flight = Flight(
             serial=self._serial,
             sampled=sampled,
+            sampled_lanes=sampled_lanes,
             positions=flat[rows],
             named=named,
+            named_lanes=named_lanes,
             stops=stops.astype(np.int32),
             copied=[job.submit.owner for job in named if job.copies],
         )
-        sampling = lanes.sampling(np.array([job.lane for job in sampled], dtype=np.intp), flight.positions + 1)
+        sampling = lanes.sampling(sampled_lanes, flight.positions + 1)
         plan = StepPlan(
             tokens=np.concatenate(tokens),
             positions=flat,
@@ -138,10 +140,10 @@ class Planner:
         named = flight.named_lanes
         lanes.flights[named] += 1
         lanes.position[named] = flight.stops
-        sampled = np.array([job.lane for job in flight.sampled], dtype=np.intp)
+        sampled = flight.sampled_lanes
         lanes.feed[sampled] = np.arange(len(sampled), dtype=np.int32)
         lanes.fed_by[sampled] = flight.serial
-        lanes.running[sampled] = [job.submit.params is not None for job in flight.sampled]
+        lanes.running[sampled] = [job.samples for job in flight.sampled]
         for job, count in chunks:
             job.planned += count
         for job in jobs:
@@ -149,3 +151,7 @@ class Planner:
         for job in flight.named:
             job.copies = []
         self._serial += 1
+
+
+def _lanes_of(jobs: list[Job]) -> Index:
+    return np.array([job.lane for job in jobs], dtype=np.intp)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import anyio.lowlevel
 import msgspec
-import numpy as np
 
 from pagefork.runtime.actor import Actor, Envelope, Reply
 from pagefork.runtime.engine import EngineThread, StepResult
@@ -50,6 +49,7 @@ class Worker(Actor):
         self._cancels: dict[int, Reply] = {}
         self._flights: deque[Flight] = deque()
         self._collecting = False
+        self._changing = False
 
     @property
     def jobs(self) -> int:
@@ -75,6 +75,7 @@ class Worker(Actor):
     async def serve(self, envelope: Envelope) -> None:
         match envelope.message:
             case Submit() as submit:
+                self._changing = True
                 self._waiting[submit.owner] = (submit, envelope.reply)
             case Cancel(owner=owner, pause=pause):
                 self._cancel(owner, None if pause else "cancelled", envelope.reply)
@@ -98,16 +99,19 @@ class Worker(Actor):
         super().die(reason, cause)
 
     async def _drain(self) -> None:
-        """Serve mail until some passes of the event loop bring none."""
+        """Serve all mail; after what starts or ends jobs, until some passes of the event loop bring none."""
         quiet = 0
-        while quiet < QUIET_PASSES:
+        while True:
             envelope = self.take()
-            if envelope is None:
+            if envelope is not None:
+                quiet = 0
+                await self.serve(envelope)
+            elif self._changing and quiet < QUIET_PASSES:
                 quiet += 1
                 await anyio.lowlevel.checkpoint()
             else:
-                quiet = 0
-                await self.serve(envelope)
+                self._changing = False
+                return
 
     def _advance(self) -> None:
         """Launch what can be launched, then wait for the oldest step."""
@@ -134,29 +138,32 @@ class Worker(Actor):
         lanes, named = self._lanes, flight.named_lanes
         lanes.flights[named] -= 1
         lanes.computed[named] = flight.stops
-        sampled = np.array([job.lane for job in flight.sampled], dtype=np.intp)
+        sampled = flight.sampled_lanes
         latest = lanes.fed_by[sampled] == flight.serial
         lanes.feed[sampled[latest]] = -1
         lanes.next_token[sampled[latest]] = result.ids[latest]
         for owner in flight.copied:
             self._copied(Copied(owner))
         ids, logprobs, ends = result.ids.tolist(), result.logprobs.tolist(), (flight.positions + 1).tolist()
+        tokens = 0
         for row, job in enumerate(flight.sampled):
             if job.over:
                 continue
-            if job.submit.params is None:
+            if not job.samples:
                 self._end(job, "done", _top(result, row, job.submit.topk))
                 continue
             job.stream.push(ids[row], logprobs[row])
-            self.tokens += 1
+            tokens += 1
             if ids[row] in job.submit.stop:
                 self._end(job, "stop")
             elif ends[row] >= job.submit.end - 1:
                 self._end(job, "length")
+        self.tokens += tokens
         for job in flight.named:
             if not job.wants_logits and job.prompt_planned and not lanes.flights[job.lane]:
                 self._end(job, "done")
-            self._close_if_landed(job)
+            if job.over:
+                self._close_if_landed(job)
 
     def _extend(self, owner: int, first: int, ids: list[int], limit: int) -> None:
         if (job := self._jobs.get(owner)) is not None:
@@ -203,6 +210,7 @@ class Worker(Actor):
 
     def _end(self, job: Job, finish: str | None, top: list[tuple[int, float]] | None = None) -> None:
         """Plan no more of a job; unless it is paused its stream ends."""
+        self._changing = True
         if not job.over:
             job.over = True
             self._planner.stop(job)

@@ -44,6 +44,7 @@ class NullKV:
     """No pools, since no layer writes."""
 
     nbytes = 0
+    num_blocks = None
 
     def pending(self) -> list[mx.array]:
         return []

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = [3, 1, 4, 1, 5]
 AHEAD = Double.greedy(PROMPT, 64)
+TAKEN = 12
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -127,14 +128,17 @@ async def test_only_one_task_may_wait_for_the_next_token() -> None:
                 async with anyio.create_task_group() as group:
 
                     async def read() -> None:
-                        got.append(await anext(generation))
+                        # More than the lease that may have been computed before the engine was held.
+                        for _ in range(TAKEN):
+                            got.append(await anext(generation))
 
                     group.start_soon(read)
                     await double.held()
+                    await anyio.wait_all_tasks_blocked()
                     with pytest.raises(SequenceBusy):
                         await anext(generation)
                     double.release()
-                assert [step.token for step in got] == AHEAD[: begun + 1]
+                assert [step.token for step in got] == AHEAD[: TAKEN * (begun + 1)]
                 await take(generation, 0)
 
 
