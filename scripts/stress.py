@@ -1,69 +1,95 @@
 """Stress test: many tasks fork, append, generate, truncate, cancel and close sequences in a pool too small for them.
 
 Every answer is checked against a plain list of tokens, and all K and V against what the tokens say. Same seed and
---ops, same schedule of operations. Exit status 1 on any error.
+--ops, same schedule of operations. Exit status 1 on any error, which is written to a file with what led to it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
 import time
-import traceback
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.lowlevel
-from schedule import combined
-from stress_driver import Driver, Report
+from schedule import Load, combined
+from stress_driver import Driver, overdue, remains
+from stress_faults import delay_steps, hush
+from stress_oracle import LoneOracle, Oracle, ToyOracle
+from stress_report import Report, explain, print_crash, resident, write_crash
+from stress_view import Camera, NoView, View, best_view, film
 from toy_model import ToyModel
 
 from pagefork.runtime import Runtime
 
 TICK = 0.005
-PATIENCE = 60.0
-"""Seconds without a finished operation after which the run counts as stuck."""
+PATIENCE = 20.0
+"""Seconds that an operation waits for blocks, where the schedule gives it no deadline of its own."""
+STUCK = 150.0
+"""Seconds after which an operation, which may have to wait for blocks several times, counts as forgotten."""
 
 
 class Ticker:
     """How late a task that wants to run every TICK seconds is: the lag of the event loop."""
 
     def __init__(self) -> None:
-        self._lags: list[float] = []
+        self._lags: Counter[int] = Counter()
 
     async def run(self) -> None:
         due = anyio.current_time() + TICK
         while True:
             await anyio.sleep_until(due)
             now = anyio.current_time()
-            self._lags.append(now - due)
+            self._lags[round((now - due) * 1e5)] += 1
             due = max(due + TICK, now)
 
     def p99(self) -> float:
-        """Milliseconds."""
-        lags = sorted(self._lags) or [0.0]
-        return 1e3 * lags[math.ceil(0.99 * len(lags)) - 1]
+        """Milliseconds, to a hundredth."""
+        left = math.floor(0.01 * self._lags.total())
+        for lag, count in sorted(self._lags.items(), reverse=True):
+            left -= count
+            if left < 0:
+                return lag / 100
+        return 0.0
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=64, help="tasks, each with a few sequences of its own (64)")
+    add, number = parser.add_argument, int
+    add("--sequences", type=number, help="tasks, each with a few sequences of its own (64; with a real model 12)")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, default=10.0, help="how long (10)")
-    length.add_argument("--ops", type=int, help="exactly this many operations instead")
-    parser.add_argument("--blocks", type=int, default=256, help="size of the pool (256)")
-    parser.add_argument("--block-size", type=int, default=4, help="tokens per block (4)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", choices=("asyncio", "trio"), default="asyncio")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    length.add_argument("--ops", type=number, help="exactly this many operations instead")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--blocks", type=number, help="size of the pool")
+    size.add_argument("--demand", type=float, default=0.6, help="instead: what share of the blocks wanted it has (0.6)")
+    add("--block-size", type=number, default=4, help="tokens per block (4)")
+    add("--seed", type=number, default=0)
+    add("--backend", choices=("asyncio", "trio"), default="asyncio")
+    add("--model", help="a real model instead of the toy: its tokens are compared with what it says alone")
+    add("--prefix", action="store_true", help="prompts share heads, and blocks are kept for those that begin alike")
+    add("--priorities", action="store_true", help="sequences of different priority")
+    add("--beams", action="store_true", help="beam searches among the operations")
+    add("--faults", action="store_true", help="more cancellations, crashing sequences, steps that retire late")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add("--report", type=Path, help="where an error is written to (stress-SEED-BACKEND.json)")
     options = parser.parse_args(arguments)
+    if options.sequences is None:
+        options.sequences = 12 if options.model else 64
     for name in ("sequences", "blocks", "block_size"):
-        if getattr(options, name) < 1:
+        value = getattr(options, name)
+        if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.demand <= 0:
+        parser.error("--demand must be greater than 0")
     return options
 
 
@@ -76,28 +102,60 @@ def stopper(options: argparse.Namespace, task: int) -> Callable[[int], bool]:
     return lambda number: time.monotonic() >= end
 
 
-async def stress(options: argparse.Namespace) -> dict[str, Any]:
-    """One run; the counts that are printed."""
-    report, ticker = Report(options.seed), Ticker()
-    start = time.monotonic()
+def pool_size(options: argparse.Namespace, oracle: type[Oracle]) -> int:
+    """Blocks; enough for the longest sequence in any case."""
+    if options.blocks is not None:
+        return int(options.blocks)
+    wanted = options.demand * oracle.demand * options.sequences
+    return max(math.ceil(wanted / options.block_size), -(-2 * oracle.longest // options.block_size))
+
+
+def open_runtime(options: argparse.Namespace) -> contextlib.AbstractAsyncContextManager[Runtime]:
+    return Runtime.open(
+        options.model or (ToyModel(), None),
+        blocks=pool_size(options, LoneOracle if options.model else ToyOracle),
+        block_size=options.block_size,
+        # Small, so that jobs wait for lanes, prompts go in chunks and leases are renewed.
+        max_batch=32,
+        prefill_step_size=24,
+        lease=6,
+        patience=PATIENCE,
+        prefix_cache=options.prefix,
+    )
+
+
+async def stress(
+    options: argparse.Namespace,
+    report: Report | None = None,
+    view: View | None = None,
+    running: list[str] | None = None,
+) -> dict[str, Any]:
+    """One run; the counts that are printed. `running` takes what was going on at its end."""
+    report = Report(options.seed) if report is None else report
+    ticker, start = Ticker(), time.monotonic()
     drivers: list[Driver] = []
-    outcome: dict[str, Any] = {"tokens": 0, "copies": 0, "leaked_blocks": 0}
+    outcome: dict[str, Any] = dict.fromkeys(COUNTS, 0)
     try:
-        async with Runtime.open(
-            (ToyModel(), None),
-            blocks=options.blocks,
-            block_size=options.block_size,
-            # Small, so that jobs wait for lanes, prompts go in chunks and leases are renewed.
-            max_batch=32,
-            prefill_step_size=24,
-            lease=6,
-        ) as rt:
+        async with open_runtime(options) as rt:
+            oracle: Oracle = ToyOracle()
+            if options.model:
+                oracle = await LoneOracle.listen(rt, options.seed, options.prefix)
+            load = Load(options.prefix, options.priorities, options.beams, options.faults)
             start = time.monotonic()
-            drivers += [Driver(rt, report, task, stopper(options, task)) for task in range(options.sequences)]
-            await drive(drivers, report, ticker)
-            outcome |= await remains(rt, report)
+            drivers += [
+                Driver(rt, report, oracle, load, task, stopper(options, task)) for task in range(options.sequences)
+            ]
+            try:
+                await drive(rt, drivers, report, ticker, options, view or NoView())
+                outcome |= await settled(rt, report)
+            except BaseException:
+                outcome |= counts(rt)
+                raise
     except Exception as error:
-        report.failures += [f"seed {options.seed}: {line}" for line in explain(error)]
+        for line in explain(error):
+            report.fail(line)
+    if running is not None:
+        running += [driver.now for driver in drivers if driver.since is not None]
     return {
         "ok": not report.failures,
         "ops": report.ops,
@@ -105,10 +163,12 @@ async def stress(options: argparse.Namespace) -> dict[str, Any]:
         "forks": report.forks,
         "cancels": report.cancels,
         "exhausted": report.exhausted,
+        "beams": report.beams,
+        "crashes": report.crashes,
         **outcome,
         "kv_rows_checked": report.kv_rows,
         "content_errors": report.content_errors,
-        "p99_loop_lag_ms": round(ticker.p99(), 2),
+        "p99_loop_lag_ms": ticker.p99(),
         "seconds": round(time.monotonic() - start, 2),
         "seed": options.seed,
         "backend": options.backend,
@@ -117,67 +177,91 @@ async def stress(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def drive(drivers: list[Driver], report: Report, ticker: Ticker) -> None:
-    """Run all tasks to their end. TimeoutError when nothing moves any more."""
+async def drive(
+    rt: Runtime, drivers: list[Driver], report: Report, ticker: Ticker, options: argparse.Namespace, view: View
+) -> None:
+    """Run all tasks to their end. TimeoutError when one of them is forgotten."""
     async with anyio.create_task_group() as around:
         around.start_soon(ticker.run)
-        around.start_soon(watch, drivers, report)
+        around.start_soon(watch, drivers)
+        around.start_soon(film, Camera(rt, report), view)
+        if options.faults:
+            around.start_soon(delay_steps, rt, options.seed)
         async with anyio.create_task_group() as group:
             for driver in drivers:
                 group.start_soon(driver.run)
         around.cancel_scope.cancel()
 
 
-async def watch(drivers: list[Driver], report: Report) -> None:
-    """A hang is an error like others, and says where."""
+async def watch(drivers: list[Driver]) -> None:
+    """Every operation must end: served, refused or timed out. One that does not is an error like others."""
     while True:
-        before = report.ops
-        await anyio.sleep(PATIENCE)
-        if report.ops == before:
-            raise TimeoutError(f"no operation ended for {PATIENCE:.0f} s: " + "; ".join(d.now for d in drivers[:8]))
+        await anyio.sleep(STUCK / 20)
+        if forgotten := overdue(drivers, STUCK):
+            raise TimeoutError(f"not ended after {STUCK:.0f} s: " + "; ".join(forgotten[:8]))
 
 
-async def remains(rt: Runtime, report: Report) -> dict[str, Any]:
+COUNTS = {
+    "tokens": "tokens",
+    "copies": "copies",
+    "blocks": "blocks_total",
+    "blocks_peak": "blocks_peak",
+    "preemptions": "preemptions",
+    "prefix_hits": "prefix_hits",
+    "evictions": "evictions",
+    "waited": "waited",
+    "expired": "expired",
+    "leaked_blocks": "blocks_referenced",
+}
+"""What is reported of the runtime's own counts."""
+
+
+def counts(rt: Runtime) -> dict[str, int]:
+    stats = rt.stats()
+    return {name: getattr(stats, field) for name, field in COUNTS.items()}
+
+
+async def settled(rt: Runtime, report: Report) -> dict[str, int]:
     """With every sequence closed nothing may be left; releases that are on their way get time to arrive."""
     for _ in range(1000):
-        stats = rt.stats()
-        leaked = stats.blocks_total - stats.blocks_free - stats.blocks_cached
-        if not leaked and not stats.sequences:
+        if remains(rt) is None:
             break
         await anyio.lowlevel.checkpoint()
-    if leaked or stats.sequences or stats.jobs:
-        report.failures.append(
-            f"seed {report.seed}: {leaked} blocks, {stats.sequences} sequences and {stats.jobs} jobs left at the end"
-        )
-    return {"tokens": stats.tokens, "copies": stats.copies, "leaked_blocks": leaked}
+    if (left := remains(rt)) is not None:
+        report.fail(left)
+    return counts(rt)
 
 
-def explain(error: BaseException) -> list[str]:
-    """The errors in a group, each with the place where it was raised."""
-    if isinstance(error, BaseExceptionGroup):
-        return [line for part in error.exceptions for line in explain(part)]
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return [f"{type(error).__name__}: {error}{place}"]
-
-
-def main() -> int:
-    options = parse()
-    result = anyio.run(partial(stress, options), backend=options.backend)
-    for failure in result["errors"]:
-        print(failure, file=sys.stderr)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        print(
-            f"{'ok' if result['ok'] else 'FAILED'}: {result['ops']} operations in {result['seconds']} s on "
-            f"{result['backend']}, seed {result['seed']}, schedule {result['schedule']}"
-        )
-        for name in ("sequences", "forks", "cancels", "exhausted", "tokens", "copies", "kv_rows_checked"):
-            print(f"  {name:<16}{result[name]:>10,}")
-        for name in ("content_errors", "leaked_blocks", "p99_loop_lag_ms"):
-            print(f"  {name:<16}{result[name]:>10,}")
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments)
+    report, running = Report(options.seed), []
+    view = NoView() if options.json else best_view(sys.stdout)
+    before = resident()
+    hush()
+    try:
+        with view:
+            result = anyio.run(partial(stress, options, report, view, running), backend=options.backend)
+    except KeyboardInterrupt:
+        return 130
+    if before is not None:
+        result["grown_mb"] = round((resident() or before) - before, 1)
+    if not result["ok"]:
+        path = options.report or Path(f"stress-{options.seed}-{options.backend}.json")
+        write_crash(path, arguments, result, report, running)
+        print_crash(path, arguments, result, report)
+    print(json.dumps(result) if options.json else summary(result))
     return 0 if result["ok"] else 1
+
+
+def summary(result: dict[str, Any]) -> str:
+    lines = [
+        f"{'ok' if result['ok'] else 'FAILED'}: {result['ops']} operations in {result['seconds']} s on "
+        f"{result['backend']}, seed {result['seed']}, schedule {result['schedule']}"
+    ]
+    told = {"ok", "ops", "seconds", "backend", "seed", "schedule", "errors"}
+    lines += [f"  {name:<16}{value:>10,}" for name, value in result.items() if name not in told]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
