@@ -55,9 +55,8 @@ class Double:
         self.closed = False
         self.fail_launch, self.fail_collect = fail_launch, fail_collect
         self._collected = 0
-        self._open = threading.Event()
-        self._open.set()
-        self._arrived = threading.Event()
+        self._gate = threading.Condition()
+        self._open, self._held = True, False
         self._flights: deque[tuple[StepPlan, StepResult]] = deque()
         self._previous = np.zeros(1, np.int32)
 
@@ -72,16 +71,25 @@ class Double:
 
     def hold(self) -> None:
         """Let no step retire until `release`."""
-        self._arrived.clear()
-        self._open.clear()
+        with self._gate:
+            self._open = False
 
     def release(self) -> None:
-        self._open.set()
+        with self._gate:
+            self._open = True
+            self._gate.notify_all()
 
     async def held(self) -> None:
         """Return once a step is being held."""
-        while not self._arrived.is_set():
+        while not self._held:
             await anyio.lowlevel.checkpoint()
+
+    def pass_gate(self, timeout: float) -> None:
+        """In the engine's thread: go on once nothing is held."""
+        with self._gate:
+            self._held = not self._open
+            assert self._gate.wait_for(lambda: self._open, timeout), "a step was held and not released"
+            self._held = False
 
     @staticmethod
     def logprobs(tokens: Iterable[int]) -> npt.NDArray[np.float64]:
@@ -123,8 +131,7 @@ class Double:
         self._flights.append((plan, self._choose(rows, plan)))
 
     def collect(self) -> StepResult:
-        self._arrived.set()
-        assert self._open.wait(60), "a step was held and not released"
+        self.pass_gate(60)
         plan, result = self._flights.popleft()
         self._check_blocks(plan)
         if self.fail_collect == self._collected:
@@ -231,6 +238,8 @@ async def runtime(
     inline: bool = False,
     patience: float = 0.0,
     prefix_cache: bool = False,
+    max_queue: int | None = None,
+    max_sequences: int | None = None,
 ) -> AsyncIterator[Runtime]:
     """A runtime over a double; on leaving, its ledger is whole and every block free, however the body ended."""
     double = Double() if double is None else double
@@ -244,6 +253,8 @@ async def runtime(
         shutdown_timeout=shutdown_timeout,
         patience=patience,
         prefix_cache=prefix_cache,
+        max_queue=max_queue,
+        max_sequences=max_sequences,
     )
     thread = InlineThread if inline else supervisor.EngineThread
     try:

@@ -118,7 +118,7 @@ async def test_cancelled_while_it_opens_it_leaves_nothing_running() -> None:
     double.hold()
 
     def slow() -> Double:
-        double._open.wait(10)
+        double.pass_gate(10)
         return double
 
     with anyio.move_on_after(0.05) as scope:
