@@ -50,6 +50,7 @@ class House:
         self.patience = patience
         self.max_sequences = max_sequences
         self._room: deque[anyio.Event] = deque()
+        self._called = 0
         self.spawn = spawn
         self.read_kv = read_kv
         self.sequences: dict[int, SequenceActor] = {}
@@ -59,34 +60,54 @@ class House:
     async def admit(self, patience: float) -> None:
         """Wait until one more sequence may live, first come, first served.
 
-        Raises RuntimeClosed, and DeadlineExceeded after `patience` seconds. Cancelled, it admitted nobody.
+        The sequence must be made at once then. Raises RuntimeClosed, and DeadlineExceeded after `patience` seconds.
+        Cancelled, it admitted nobody.
         """
-        if self.full or self._room:
+        if self.accepting and not self.has_room():
             turn = anyio.Event()
             self._room.append(turn)
             try:
                 with anyio.move_on_after(patience):
                     await turn.wait()
-            finally:
-                if not turn.is_set():
-                    self._room.remove(turn)
+            except BaseException:
+                self._give_up(turn)
+                raise
             if not turn.is_set():
+                self._give_up(turn)
                 raise DeadlineExceeded(
                     f"{len(self.sequences)} sequences live, no more than max_sequences={self.max_sequences} may; "
                     "close some, or open the runtime with a higher limit"
                 )
+            self._called -= 1
         if not self.accepting:
             raise RuntimeClosed("the runtime has left its `async with` block; open another")
 
-    @property
-    def full(self) -> bool:
-        """No more sequences may live."""
-        return self.max_sequences is not None and len(self.sequences) >= self.max_sequences
+    def has_room(self, count: int = 1) -> bool:
+        """Whether so many more sequences may live, those that were called in counted."""
+        return self.max_sequences is None or len(self.sequences) + self._called + count <= self.max_sequences
 
     def leave(self, owner: int) -> None:
-        """A sequence is gone: let one in that waits."""
-        if self.sequences.pop(owner, None) is not None and self._room and not self.full:
+        """A sequence is gone: let in who waits."""
+        self.sequences.pop(owner, None)
+        self._call()
+
+    def shut(self) -> None:
+        """Let no more sequences in; who waits for it learns so at once."""
+        self.accepting = False
+        self._call()
+
+    def _call(self) -> None:
+        while self._room and (self.has_room() or not self.accepting):
+            self._called += 1
             self._room.popleft().set()
+
+    def _give_up(self, turn: anyio.Event) -> None:
+        """Who waited leaves; its turn, if it had come, is the next one's."""
+        if turn.is_set():
+            self._called -= 1
+            self._call()
+        else:
+            self._room.remove(turn)
 
     def preempt(self, owner: int) -> None:
         """Ask a sequence to surrender its blocks."""

@@ -95,7 +95,7 @@ async def running(options: Options) -> AsyncIterator[House]:
                 except BaseException as error:  # raised below: the task groups would wrap it
                     failure = error
                 leaving.shield = True
-                house.accepting = False
+                house.shut()
                 await _close_sequences(house, options.shutdown_timeout)
                 sequences.cancel()
             leak = await _audit(allocator, options.shutdown_timeout)
