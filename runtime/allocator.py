@@ -90,8 +90,7 @@ class Allocator(Actor):
             case Publish(owner=owner, tokens=tokens, computed=computed):
                 ledger.publish(owner, tokens, computed)
             case Idle(owner=owner):
-                if ledger.table(owner) is not None:
-                    self.arbiter.idle(owner, anyio.current_time())
+                self.arbiter.idle(owner, anyio.current_time())
             case Surrender(owner=owner):
                 self.arbiter.release(owner)
             case Release(owner=owner):
