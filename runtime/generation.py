@@ -6,9 +6,10 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator
 
+import anyio
 from msgspec import Struct
 
-from pagefork.runtime.errors import SequenceBusy, SequenceClosed
+from pagefork.runtime.errors import PageforkError, SequenceBusy, SequenceClosed
 from pagefork.runtime.messages import Generate, Renew, Settle
 from pagefork.runtime.sequence import SequenceActor
 from pagefork.runtime.stream import Stream
@@ -43,6 +44,7 @@ class Generation(AsyncIterator[Step]):
         self._stream: Stream | None = None
         self._closed = False
         self._waiting = False
+        self._starting = anyio.CancelScope()
         self._text: TextStream | None = tokenizer.stream() if tokenizer is not None else None
         self._thread = threading.get_ident()
 
@@ -58,7 +60,7 @@ class Generation(AsyncIterator[Step]):
         self._waiting = True
         try:
             stream = self._stream or await self._start()
-            if stream.read >= len(stream.tokens) and not await stream.wait():
+            if stream.read >= len(stream.tokens) and not await self._more(stream):
                 self._leave()
                 raise StopAsyncIteration
         finally:
@@ -72,6 +74,7 @@ class Generation(AsyncIterator[Step]):
         """
         stream = None if self._closed else self._stream
         self._leave()
+        self._starting.cancel()
         if stream is not None:
             with contextlib.suppress(SequenceClosed):
                 await self._actor.ask(Settle(stream.serial), urgent=True)
@@ -82,12 +85,23 @@ class Generation(AsyncIterator[Step]):
             self._leave()
 
     async def _start(self) -> Stream:
-        stream: Stream = await self._actor.ask(self._request, late=self._abandon)
-        if self._closed:
-            self._abandon(stream)
+        stream: Stream | None = None
+        with anyio.CancelScope() as self._starting:
+            stream = await self._actor.ask(self._request, late=self._abandon)
+        if stream is None or self._closed:
+            if stream is not None:
+                self._abandon(stream)
             raise StopAsyncIteration
         self._stream = stream
         return stream
+
+    async def _more(self, stream: Stream) -> bool:
+        """Wait for a token; a generation that failed ends, and what it held goes back."""
+        try:
+            return await stream.wait()
+        except PageforkError:
+            self._abandon(stream)
+            raise
 
     def _take(self, stream: Stream) -> Step:
         token, logprob = stream.tokens[stream.read], stream.logprobs[stream.read]
