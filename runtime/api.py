@@ -98,6 +98,7 @@ class Sequence:
         Their K and V are computed when they are first needed. Cancelled, either all or none were appended. Raises
         PoolExhausted, ContextOverflow, InvalidRequest, SequenceBusy.
         """
+        deadline = seconds(deadline)
         await self._actor.ask(Append(encode(self._house, tokens, continuation=len(self) > 0), deadline))
 
     def generate(self, params: SamplingParams | None = None, *, deadline: float | None = None) -> Generation:
@@ -109,7 +110,7 @@ class Sequence:
         InvalidRequest here, and what `Generation.__anext__` says while iterating.
         """
         params = check(SamplingParams() if params is None else params)
-        return Generation(self._actor, Generate(params, deadline), self._house.facts.tokenizer)
+        return Generation(self._actor, Generate(params, seconds(deadline)), self._house.facts.tokenizer)
 
     async def fork(self, count: int = 1) -> list[Sequence]:
         """`count` new sequences with this one's tokens. They share its blocks: no K and V are copied.
@@ -204,6 +205,9 @@ class Runtime:
             whole(name, value, 1, INT32)
         if blocks != "auto":
             whole("blocks * block_size", blocks * block_size, 1, INT32)
+        for name, limit, low in (("max_queue", max_queue, 0), ("max_sequences", max_sequences, 1)):
+            if limit is not None:
+                whole(name, limit, low)
         real("patience", patience, "seconds, not negative", 0)
         real("shutdown_timeout", shutdown_timeout, "seconds, not negative", 0)
         materialise(model)
@@ -233,7 +237,8 @@ class Runtime:
         operations wait for blocks; default `patience` of the runtime.
         Cancelled, there is none. Raises PoolExhausted, ContextOverflow, InvalidRequest, RuntimeClosed.
         """
-        return Sequence(await self._actor(prompt, priority, deadline), self._house)
+        priority = real("priority", priority, "a finite number")
+        return Sequence(await self._actor(prompt, priority, seconds(deadline)), self._house)
 
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams | None = None, *, on_step: OnStep | None = None
@@ -330,6 +335,11 @@ def encode(house: House, prompt: Prompt, *, continuation: bool = False) -> list[
         if not 0 <= token < house.facts.vocab_size:
             raise InvalidRequest(f"token {token} is outside the vocabulary of {house.facts.vocab_size}")
     return tokens
+
+
+def seconds(deadline: float | None) -> float | None:
+    """The same as a float. Raises InvalidRequest for what is no time to wait."""
+    return None if deadline is None else real("deadline", deadline, "seconds, not negative", 0)
 
 
 def check(params: SamplingParams) -> SamplingParams:
