@@ -141,6 +141,8 @@ class SequenceActor(Actor):
         """What ends the sequence or its generation does not wait behind something that waits for blocks."""
         super().urge(envelope)
         serving, message = self.serving, envelope.message
+        if isinstance(message, Close | Settle):
+            self._urgent.rotate(1)
         if serving is None or self._scope is None:
             return
         if isinstance(message, Close):
@@ -265,7 +267,7 @@ class SequenceActor(Actor):
 
     async def _share(self, count: int, length: int) -> list[SequenceActor]:
         house, tokens = self._house, self.tokens
-        if house.max_sequences is not None and len(house.sequences) + count > house.max_sequences:
+        if not house.has_room(count):
             raise InvalidRequest(
                 f"{count} more sequences would exceed max_sequences={house.max_sequences}; close some first"
             )
@@ -287,7 +289,8 @@ class SequenceActor(Actor):
         def undo(_: Any = None) -> None:
             for owner in owners:
                 house.allocator.post(Release(owner))
-                house.sequences.pop(owner).gone.set()
+                house.sequences[owner].gone.set()
+                house.leave(owner)
 
         try:
             await house.allocator.ask(Share(self.owner, owners, length))
@@ -315,17 +318,18 @@ class SequenceActor(Actor):
         """Reserve blocks and submit what is pending of the tokens before `stop`, the last of them at least."""
         tokens = self._all()
         stop = len(tokens) if stop is None else stop
-        limit = stop
+        limit, patience = stop, self._patience
         if job.params is not None:
+            patience = self._waits
             limit = max(stop, min(self.length + self._house.lease, job.end - 1))
         start = min(self._computed, stop - 1)
         try:
-            copies = await self._reserve(limit, start, tokens, patience=0 if limit > stop else self._waits)
+            copies = await self._reserve(limit, start, tokens, patience=0 if limit > stop else patience)
         except PoolExhausted:
             if limit == stop:
                 raise
             limit = stop
-            copies = await self._reserve(limit, start, tokens, patience=self._waits)
+            copies = await self._reserve(limit, start, tokens, patience=patience)
         # Where the blocks had to go and came back, this is further behind, or ahead by what others computed.
         start = min(self._computed, stop - 1)
         job = msgspec.structs.replace(
@@ -471,7 +475,7 @@ class SequenceActor(Actor):
             if isinstance(answer, Granted):
                 self._forget(self._adopt(answer), write_from or 0)
             elif isinstance(answer, Yielded):
-                self._surrender()
+                self.post(Preempt())  # a job may be running
 
         if write_from is not None:
             self._computed = min(self._computed, write_from)
@@ -503,6 +507,9 @@ class SequenceActor(Actor):
         del self._table[:]
         self._computed = self._published = 0
         self._house.allocator.post(Surrender(self.owner))
+        # It has what it wanted: serving it later would cost blocks that were granted since.
+        for envelope in [waiting for waiting in self._urgent if isinstance(waiting.message, Preempt)]:
+            self._urgent.remove(envelope)
 
     def _publish(self) -> None:
         """Let other sequences have the full blocks whose K and V are computed."""
