@@ -95,8 +95,10 @@ class Sequence:
     async def append(self, tokens: Prompt, *, deadline: float | None = None) -> None:
         """Add tokens, or a text that is encoded as a continuation, and reserve their blocks.
 
-        Their K and V are computed when they are first needed. Cancelled, either all or none were appended. Raises
-        PoolExhausted, ContextOverflow, InvalidRequest, SequenceBusy.
+        A running generation ends first, at the last token taken, also where nothing is appended then. K and V of the
+        new tokens are computed when they are first needed. deadline: seconds to wait for blocks; default `patience` of
+        the runtime. Cancelled, either all or none were appended. Raises PoolExhausted, ContextOverflow, InvalidRequest,
+        SequenceBusy.
         """
         deadline = seconds(deadline)
         await self._actor.ask(Append(encode(self._house, tokens, continuation=len(self) > 0), deadline))
@@ -106,7 +108,8 @@ class Sequence:
 
         A token belongs to the sequence once it was taken. Leaving the loop early leaves the sequence ending at the
         last token taken. deadline: seconds that it waits for blocks each time there are none; default `patience` of
-        the runtime. While a task waits for the next token only `fork` and `close` may be called. Raises
+        the runtime. Until it ends, what came later waits for its blocks, even while nobody reads.
+        While a task waits for the next token only `fork` and `close` may be called. Raises
         InvalidRequest here, and what `Generation.__anext__` says while iterating.
         """
         params = check(SamplingParams() if params is None else params)
@@ -116,20 +119,22 @@ class Sequence:
         """`count` new sequences with this one's tokens. They share its blocks: no K and V are copied.
 
         What is pending of a prompt is computed first, once for all. The sequence itself stays usable; its running
-        generation goes on. Cancelled, no child is left. Raises PoolExhausted, InvalidRequest.
+        generation goes on, in a block of its own where it shares the last one now: with none to be had in time, its
+        reader gets PoolExhausted. Cancelled, no child is left. Raises PoolExhausted, InvalidRequest.
         """
         count = whole("count", count, 1, 65536)
         actors = await self._actor.ask(Fork(count), late=close_all)
         return [Sequence(actor, self._house) for actor in actors]
 
     async def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens. Raises InvalidRequest, SequenceBusy."""
+        """Keep the first `length` tokens; a running generation ends first. Raises InvalidRequest, SequenceBusy."""
         await self._actor.ask(Truncate(whole("length", length, 0)))
 
     async def topk(self, k: int) -> list[tuple[int, float]]:
         """The `k` most likely next tokens with their log-probabilities, best first.
 
-        Cancelled, K and V computed so far stay. Raises PoolExhausted, InvalidRequest, SequenceBusy.
+        A running generation ends first, at the last token taken. Cancelled, that stays so, and K and V computed so far
+        stay. Raises PoolExhausted, InvalidRequest, SequenceBusy.
         """
         k = whole("k", k, 1, self._house.facts.vocab_size)
         top: list[tuple[int, float]] = await self._actor.ask(TopK(k))

@@ -10,8 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from pagefork import kernels
-from pagefork.cache.kv import PagedKVCache
+from pagefork.cache.kv import KVError, PagedKVCache, UnsupportedDtype
 from pagefork.runtime.engine import Facts, Ints, StepPlan, StepResult
+from pagefork.runtime.errors import InvalidRequest, UnsupportedModel
 from pagefork.runtime.log import log
 from pagefork.runtime.memory import blocks_that_fit
 from pagefork.runtime.models import Model, Progress, Source, load
@@ -143,7 +144,12 @@ def build(source: Source, blocks: Blocks, block_size: int, progress: Progress | 
     model = load(source, progress=progress)
     if blocks == "auto":
         blocks = blocks_that_fit(model, block_size)
-    kv = PagedKVCache(blocks, block_size, [(s.kv_heads, s.head_dim) for s in model.layers], model.dtype)
+    try:
+        kv = PagedKVCache(blocks, block_size, [(s.kv_heads, s.head_dim) for s in model.layers], model.dtype)
+    except UnsupportedDtype as error:
+        raise UnsupportedModel(f"{model.name}: {error}") from error
+    except KVError as error:
+        raise InvalidRequest(str(error)) from error
     depth = _prepare_kernels(model, block_size, progress, strict)
     log.info(
         "model_loaded",

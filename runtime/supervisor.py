@@ -104,6 +104,8 @@ async def running(options: Options) -> AsyncIterator[House]:
         if not await anyio.to_thread.run_sync(engine.join, options.shutdown_timeout):
             log.warning("engine_still_running", note="a step did not end in time; its thread is left behind")
     if failure is not None:
+        if leak is not None:
+            log.error("lost_on_the_way_out", error=str(leak), raised=repr(failure))
         raise failure
     if leak is not None:
         raise leak
