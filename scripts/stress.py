@@ -10,7 +10,9 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,11 +32,16 @@ from toy_model import ToyModel
 
 from pagefork.runtime import Runtime
 
+Abort = Callable[[str], None]
+"""Ends the process, from another thread, with an error that could not be told in any better way."""
+
 TICK = 0.005
 PATIENCE = 20.0
 """Seconds that an operation waits for blocks, where the schedule gives it no deadline of its own."""
 STUCK = 150.0
 """Seconds after which an operation, which may have to wait for blocks several times, counts as forgotten."""
+GRACE = 60.0
+"""Seconds that a run with a forgotten operation gets to come down."""
 
 
 class Ticker:
@@ -129,6 +136,7 @@ async def stress(
     report: Report | None = None,
     view: View | None = None,
     running: list[str] | None = None,
+    abort: Abort = lambda error: None,
 ) -> dict[str, Any]:
     """One run; the counts that are printed. `running` takes what was going on at its end."""
     report = Report(options.seed) if report is None else report
@@ -146,7 +154,7 @@ async def stress(
                 Driver(rt, report, oracle, load, task, stopper(options, task)) for task in range(options.sequences)
             ]
             try:
-                await drive(rt, drivers, report, ticker, options, view or NoView())
+                await drive(rt, drivers, report, ticker, options, view or NoView(), abort)
                 outcome |= await settled(rt, report)
             except BaseException:
                 outcome |= counts(rt)
@@ -178,12 +186,18 @@ async def stress(
 
 
 async def drive(
-    rt: Runtime, drivers: list[Driver], report: Report, ticker: Ticker, options: argparse.Namespace, view: View
+    rt: Runtime,
+    drivers: list[Driver],
+    report: Report,
+    ticker: Ticker,
+    options: argparse.Namespace,
+    view: View,
+    abort: Abort,
 ) -> None:
     """Run all tasks to their end. TimeoutError when one of them is forgotten."""
     async with anyio.create_task_group() as around:
         around.start_soon(ticker.run)
-        around.start_soon(watch, drivers)
+        around.start_soon(watch, drivers, abort)
         around.start_soon(film, Camera(rt, report), view)
         if options.faults:
             around.start_soon(delay_steps, rt, options.seed)
@@ -193,12 +207,17 @@ async def drive(
         around.cancel_scope.cancel()
 
 
-async def watch(drivers: list[Driver]) -> None:
+async def watch(drivers: list[Driver], abort: Abort) -> None:
     """Every operation must end: served, refused or timed out. One that does not is an error like others."""
     while True:
         await anyio.sleep(STUCK / 20)
         if forgotten := overdue(drivers, STUCK):
-            raise TimeoutError(f"not ended after {STUCK:.0f} s: " + "; ".join(forgotten[:8]))
+            error = f"not ended after {STUCK:.0f} s: " + "; ".join(forgotten[:8])
+            # Whoever forgot one may not answer its cancellation either.
+            last = threading.Timer(GRACE, abort, [error])
+            last.daemon = True
+            last.start()
+            raise TimeoutError(error)
 
 
 COUNTS = {
@@ -236,20 +255,29 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     report, running = Report(options.seed), []
-    view = NoView() if options.json else best_view(sys.stdout)
+    path = options.report or Path(f"stress-{options.seed}-{options.backend}.json")
+
+    def failed(result: dict[str, Any]) -> None:
+        write_crash(path, arguments, result, report, running)
+        print_crash(path, arguments, result, report)
+
+    def abort(error: str) -> None:
+        failed({"ok": False, "ops": report.ops, "seed": options.seed, "errors": [*report.failures[:20], error]})
+        sys.stderr.flush()
+        os._exit(1)
+
     before = resident()
     hush()
+    view = NoView() if options.json else best_view(sys.stdout)
     try:
         with view:
-            result = anyio.run(partial(stress, options, report, view, running), backend=options.backend)
+            result = anyio.run(partial(stress, options, report, view, running, abort), backend=options.backend)
     except KeyboardInterrupt:
         return 130
     if before is not None:
         result["grown_mb"] = round((resident() or before) - before, 1)
     if not result["ok"]:
-        path = options.report or Path(f"stress-{options.seed}-{options.backend}.json")
-        write_crash(path, arguments, result, report, running)
-        print_crash(path, arguments, result, report)
+        failed(result)
     print(json.dumps(result) if options.json else summary(result))
     return 0 if result["ok"] else 1
 

@@ -30,7 +30,7 @@ class Driver:
         self.digest = Digest()
         self.since: float | None = anyio.current_time()
         self.task = task
-        self._family = Family(rt, report, oracle)
+        self._family = Family(rt, report, oracle, task)
         self._acts = Acts(self._family)
         self._report = report
         self._oracle = oracle
@@ -39,7 +39,7 @@ class Driver:
 
     @property
     def now(self) -> str:
-        return f"task {self.task}, {self._family.now}"
+        return self._family.now
 
     async def run(self) -> None:
         """Operations until `stop(number)` says so. Then every sequence is checked and closed."""
@@ -64,10 +64,10 @@ class Driver:
     def _begin(self, number: int | None, op: Op | None) -> None:
         self.since = anyio.current_time()
         if op is None:
-            self._family.now = "end"
+            self._family.now = f"task {self.task}, end"
             return
         self.digest.add(op)
-        self._family.now = f"operation {number}, {op.kind}"
+        self._family.now = f"task {self.task}, operation {number}, {op.kind}"
         if op.cancel_after is not None:
             self._family.now += f" cancelled after {op.cancel_after} passes"
 

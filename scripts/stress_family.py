@@ -27,13 +27,13 @@ class Held:
 class Family:
     """touched: those that the operation in progress is about. now: which operation that is, for messages."""
 
-    def __init__(self, rt: Runtime, report: Report, oracle: Oracle) -> None:
+    def __init__(self, rt: Runtime, report: Report, oracle: Oracle, task: int) -> None:
         self.rt = rt
         self.report = report
         self.oracle = oracle
         self.held: list[Held] = []
         self.touched: list[Held] = []
-        self.now = "not begun"
+        self.now = f"task {task}, not begun"
 
     def add(self, seq: Sequence, shadow: Iterable[int]) -> None:
         held = Held(seq, list(shadow))

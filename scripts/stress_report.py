@@ -61,7 +61,7 @@ def write_crash(path: Path, arguments: list[str], result: dict[str, Any], report
     ]
     text = {
         "command": shlex.join(["python", "scripts/stress.py", *arguments]),
-        "errors": report.failures,
+        "errors": result["errors"],
         "running": running,
         "last": past,
         "result": {key: value for key, value in result.items() if key != "errors"},
