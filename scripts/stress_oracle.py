@@ -80,9 +80,9 @@ _KNOWN = {"race": "append", "sample": "generate"}
 class LoneOracle(Oracle):
     """Every sequence is a prompt and what the model itself, alone, adds to it; so all that may follow is known."""
 
-    PROMPTS = 12
+    PROMPTS = 6
     PROMPT = 24
-    ANSWER = 40
+    ANSWER = 24
     layers = 0
     shortest = PROMPT
     longest = PROMPT + ANSWER

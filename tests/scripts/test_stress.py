@@ -17,6 +17,7 @@ import schedule
 import stress
 import stress_driver
 import toy_model
+from stress_oracle import LoneOracle
 from stress_view import LiveView, NoView, Picture, PlainView
 
 from pagefork.cache.blocks import BlockPool
@@ -86,8 +87,11 @@ def test_a_full_pool_loses_and_mixes_up_nothing(backend: str, load: list[str], t
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_a_real_model_says_under_stress_what_it_says_alone() -> None:
-    result = in_process("--model", "smollm2-135m", "--ops", "24", "--sequences", "4", "--demand", "1", "--prefix")
+def test_a_real_model_says_under_stress_what_it_says_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoneOracle, "PROMPTS", 2)
+    monkeypatch.setattr(LoneOracle, "ANSWER", 10)
+    monkeypatch.setattr(LoneOracle, "longest", LoneOracle.PROMPT + 10)
+    result = in_process("--model", "smollm2-135m", "--ops", "20", "--sequences", "4", "--prefix")
     assert result["ok"] and result["tokens"] > 0, result
 
 
