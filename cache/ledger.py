@@ -69,6 +69,7 @@ class Ledger:
         self.copied_rows = 0
         self.hits = 0
         self.hit_tokens = 0
+        self.peak = 0
         self._tables: dict[int, BlockTable] = {}
         self._chains: dict[int, Chain] = {}
         self._pins: dict[int, list[int]] = {}
@@ -174,6 +175,7 @@ class Ledger:
         self._tables[owner] = table
         if write_from is not None and not hit:
             self._clip(owner, write_from)
+        self.peak = max(self.peak, self.referenced)
         return Grant(first, table.ids[first:].tolist(), copies, hit)
 
     def publish(self, owner: int, tokens: Tokens, computed: int) -> None:

@@ -29,10 +29,10 @@ Prompt = str | Iterable[int]
 class Stats(Struct, frozen=True):
     """Counts since the runtime was opened, unless they say what is now.
 
-    blocks_*: now, but for the peak; referenced blocks are held by sequences or pinned by copies, cached ones are kept
-    for reuse. block_bytes: K and V of all layers. waiting: operations that wait for blocks now; waited: requests that
-    had to, expired: those of them that waited in vain. copies: blocks copied on write, copied_bytes over all layers.
-    steps: forward passes. tokens: sampled.
+    blocks_*: now, but for the peak, the most that were referenced; referenced blocks are held by sequences or pinned
+    by copies, cached ones are kept for reuse. block_bytes: K and V of all layers. waiting: operations that wait for
+    blocks now; waited: requests that had to, expired: those of them that waited in vain. copies: blocks copied on
+    write, copied_bytes over all layers. steps: forward passes. tokens: sampled.
     """
 
     blocks_total: int
@@ -280,7 +280,7 @@ class Runtime:
             blocks_free=pool.num_free,
             blocks_cached=ledger.cached,
             blocks_referenced=ledger.referenced,
-            blocks_peak=pool.peak_used,
+            blocks_peak=ledger.peak,
             block_bytes=block_bytes,
             copies=ledger.copies,
             copied_bytes=ledger.copied_rows * block_bytes // pool.block_size,
