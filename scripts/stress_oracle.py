@@ -86,7 +86,7 @@ class LoneOracle(Oracle):
     layers = 0
     shortest = PROMPT
     longest = PROMPT + ANSWER
-    demand = 48.0
+    demand = 32.0
 
     def __init__(self, vocab: int, tracks: list[list[int]]) -> None:
         self.vocab = vocab

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TextIO
 
 import anyio
+import numpy as np
 from msgspec import Struct
 from stress_report import Report
 
@@ -45,7 +46,9 @@ class Camera:
 
     def take(self) -> Picture:
         stats, report, now = self._rt.stats(), self._report, time.monotonic()
-        shared = int((self._rt._house.allocator.ledger.pool.refcounts > 1).sum())
+        ledger = self._rt._house.allocator.ledger
+        # The prefix index holds a reference of its own to what it keeps.
+        shared = int((ledger.pool.refcounts - np.asarray(ledger.index.published, dtype=np.int32) > 1).sum())
         speed = (stats.tokens - self._tokens) / max(now - self._before, 1e-9)
         self._before, self._tokens = now, stats.tokens
         return Picture(
