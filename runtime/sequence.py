@@ -316,8 +316,8 @@ class SequenceActor(Actor):
 
     async def _start(self, job: Submit, stream: Stream, stop: int | None = None) -> None:
         """Reserve blocks and submit what is pending of the tokens before `stop`, the last of them at least."""
-        tokens = self._all()
-        stop = len(tokens) if stop is None else stop
+        tokens = self._all()[:stop]  # of those that are found computed, the last is to be left
+        stop = len(tokens)
         limit, patience = stop, self._patience
         if job.params is not None:
             patience = self._waits
