@@ -32,6 +32,18 @@ def preempt(rt: Runtime, seq: Sequence) -> None:
     rt._house.preempt(seq._actor.owner)
 
 
+def slow_allocator(rt: Runtime, count: int) -> None:
+    """The allocator takes so many turns for each message, as one in another process would."""
+    allocator = rt._house.allocator
+    serve = allocator.serve
+
+    async def later(envelope: Any) -> None:
+        await turns(count)
+        await serve(envelope)
+
+    allocator.serve = later  # type: ignore[method-assign]
+
+
 def sound(rt: Runtime) -> None:
     ledger(rt).check()
     rt._house.allocator.arbiter.check()
@@ -67,7 +79,8 @@ async def test_a_generation_preempted_while_it_is_forked_is_resumed_once(depth: 
     """Two jobs of one sequence wrote the same slots."""
     with anyio.fail_after(30):
         async with runtime(Double(depth=depth), patience=LONG, prefix_cache=True, inline=True) as rt:
-            for count in range(24):
+            slow_allocator(rt, 8)
+            for count in range(0, 48, 2):
                 async with await rt.sequence(PROMPT) as seq, anyio.create_task_group() as group:
                     generation = seq.generate(SamplingParams(max_tokens=24))
                     await take(generation, 3)
@@ -349,11 +362,13 @@ async def test_beam_searches_in_a_pool_that_holds_one_find_what_each_finds_alone
 # Ends while it gives way
 
 
+@pytest.mark.parametrize("slow", [0, 5])
 @pytest.mark.parametrize("ends", ["aclose", "close"])
-async def test_it_ends_promptly_at_whichever_turn_while_it_gives_way_for_good(ends: str) -> None:
+async def test_it_ends_promptly_at_whichever_turn_while_it_gives_way_for_good(ends: str, slow: int) -> None:
     with anyio.fail_after(50):
         for count in range(36):
             async with runtime(blocks=8, lease=4, patience=LONG, prefix_cache=True, inline=True) as rt:
+                slow_allocator(rt, slow)
                 seq = await rt.sequence(PROMPT)
                 generation = seq.generate(SamplingParams(max_tokens=20))
                 await take(generation, 5)
@@ -391,9 +406,10 @@ async def test_close_does_not_wait_behind_a_paused_generation_that_waits_for_blo
             generation = seq.generate(SamplingParams(max_tokens=20))
             await take(generation, 5)
             async with anyio.create_task_group() as group:
-                group.start_soon(hog.append, [7] * 32)
-                await turns(count)
+                slow_allocator(rt, 3)
                 group.start_soon(fork_if_it_can, seq)
+                await turns(2 * count)
+                group.start_soon(hog.append, [7] * 32)
                 await settled(rt, lambda: len(hog) == 32)
                 with anyio.fail_after(5):
                     await seq.close()
