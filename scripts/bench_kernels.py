@@ -151,8 +151,8 @@ def slope(chain: Chain, quick: bool, expected: float, repeats: int = 7) -> float
 def busy(quick: bool) -> mx.array:
     """Some 40 ms of work on a large GPU; depends on nothing.
 
-    On CUDA one thread waits by the clock: matrix products of that length vary by a millisecond with the power that
-    they draw, and a hundredth of that is as much as a short launch.
+    On CUDA one thread waits by the clock: should matrix products of that length vary by a millisecond, a hundredth of
+    that would be as much as a short launch.
     """
     if device().backend == "cuda":
         (out,) = waiting()(
