@@ -1,7 +1,7 @@
 """Actors, the public async API, models."""
 
 from pagefork.runtime import environment as environment  # first: MLX reads it when it starts
-from pagefork.runtime.api import Runtime, Sequence, Stats
+from pagefork.runtime.api import Runtime, Sequence
 from pagefork.runtime.beam import Beam, BeamSearchParams, Past
 from pagefork.runtime.errors import (
     BlocksLeaked,
@@ -19,6 +19,7 @@ from pagefork.runtime.errors import (
 )
 from pagefork.runtime.generation import Generation, Step
 from pagefork.runtime.messages import SamplingParams
+from pagefork.runtime.stats import Stats
 
 __all__ = [
     "Beam",

@@ -9,9 +9,8 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
 
-from pagefork.runtime.arguments import INT32, real, token_ids, whole
+from pagefork.runtime.arguments import INT32, real, sampling_params, seconds, whole
 from pagefork.runtime.beam import Beam, BeamSearchParams, OnStep, close_all, search
 from pagefork.runtime.errors import ContextOverflow, InvalidRequest
 from pagefork.runtime.forward import Blocks, build
@@ -20,44 +19,11 @@ from pagefork.runtime.house import House
 from pagefork.runtime.messages import Append, Close, Fork, Generate, ReadKV, SamplingParams, TopK, Truncate
 from pagefork.runtime.models import DEFAULT_MODEL, Progress, Source, materialise
 from pagefork.runtime.sequence import SequenceActor
+from pagefork.runtime.stats import Stats, collect
 from pagefork.runtime.supervisor import Options, running
 from pagefork.runtime.tokenizer import Tokenizer
 
 Prompt = str | Iterable[int]
-
-
-class Stats(Struct, frozen=True):
-    """Counts since the runtime was opened, unless they say what is now.
-
-    blocks_*: now, but for the peak, the most that were referenced; referenced blocks are held by sequences or pinned
-    by copies, cached ones are kept for reuse. block_bytes: K and V of all layers. waiting: operations that wait for
-    blocks now; waited: requests that had to, expired: those of them that waited in vain. copies: blocks copied on
-    write, copied_bytes over all layers. steps: forward passes. tokens: sampled.
-    """
-
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_referenced: int
-    blocks_peak: int
-    block_bytes: int
-    copies: int
-    copied_bytes: int
-    steps: int
-    tokens: int
-    prompt_tokens: int
-    sequences: int
-    forks: int
-    prefix_hits: int
-    prefix_hit_tokens: int
-    evictions: int
-    preemptions: int
-    waiting: int
-    waited: int
-    expired: int
-    jobs: int
-    allocator_queue: int
-    worker_queue: int
 
 
 class Sequence:
@@ -108,11 +74,11 @@ class Sequence:
 
         A token belongs to the sequence once it was taken. Leaving the loop early leaves the sequence ending at the
         last token taken. deadline: seconds that it waits for blocks each time there are none; default `patience` of
-        the runtime. Until it ends, what came later waits for its blocks, even while nobody reads.
-        While a task waits for the next token only `fork` and `close` may be called. Raises
-        InvalidRequest here, and what `Generation.__anext__` says while iterating.
+        the runtime. Until it ends, what came later waits for its blocks, even while nobody reads. While a task waits
+        for the next token only `fork` and `close` may be called. Raises InvalidRequest here, and what
+        `Generation.__anext__` says while iterating.
         """
-        params = check(SamplingParams() if params is None else params)
+        params = sampling_params(SamplingParams() if params is None else params)
         return Generation(self._actor, Generate(params, seconds(deadline)), self._house.facts.tokenizer)
 
     async def fork(self, count: int = 1) -> list[Sequence]:
@@ -120,7 +86,8 @@ class Sequence:
 
         What is pending of a prompt is computed first, once for all. The sequence itself stays usable; its running
         generation goes on, in a block of its own where it shares the last one now: with none to be had in time, its
-        reader gets PoolExhausted. Cancelled, no child is left. Raises PoolExhausted, InvalidRequest.
+        reader gets PoolExhausted. Cancelled, no child is left. Raises PoolExhausted, and InvalidRequest, also where
+        `max_sequences` would be exceeded: a fork does not wait for that.
         """
         count = whole("count", count, 1, 65536)
         actors = await self._actor.ask(Fork(count), late=close_all)
@@ -141,7 +108,11 @@ class Sequence:
         return top
 
     async def read_kv(self, layer: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """A copy of the layer's K and V, float32 `[computed, kv_heads, head_dim]`; the last tokens may be pending."""
+        """A copy of the layer's K and V, float32 `[computed, kv_heads, head_dim]`; the last tokens may be pending.
+
+        A running generation ends first. After a preemption there may be none: nothing is computed for this. Raises
+        InvalidRequest, SequenceBusy.
+        """
         layer = whole("layer", layer, 0, self._house.facts.layers - 1)
         k, v = await self._actor.ask(ReadKV(layer))
         return k, v
@@ -192,13 +163,14 @@ class Runtime:
         patience: seconds that an operation waits for blocks before PoolExhausted; meanwhile idle sequences, then later
         operations give up theirs and compute them again when they go on. prefix_cache: keep the blocks of past prompts
         for those that begin alike. max_queue: operations that may wait for blocks; more are refused at once.
-        max_sequences: live sequences; more wait until one closes.
+        max_sequences: live sequences; `sequence` waits until one closes, `fork` is refused.
 
-        shutdown_timeout: seconds that closing may take. strict: raise KernelMismatch where a GPU kernel fails its
-        self-test, instead of warning and taking the slow path. `progress(stage, fraction)` is called from another
-        thread while loading.
+        shutdown_timeout: seconds that closing may take. strict: raise `pagefork.kernels.KernelMismatch` where a GPU
+        kernel fails its self-test, instead of warning and taking the slow path. `progress(stage, fraction)` is called
+        from another thread while loading.
 
-        Raises UnsupportedModel, ModelUnavailable, InvalidRequest on entry; BlocksLeaked on exit is a defect.
+        Raises InvalidRequest here; UnsupportedModel, ModelUnavailable, InvalidRequest on entry; on exit WorkerDied
+        where the allocator has crashed, and BlocksLeaked, which is a defect.
         """
         for name, value in (
             ("blocks", 1 if blocks == "auto" else blocks),
@@ -238,9 +210,10 @@ class Runtime:
     async def sequence(self, prompt: Prompt = (), *, priority: float = 0.0, deadline: float | None = None) -> Sequence:
         """A new sequence that holds `prompt`, a text or token ids, maybe none.
 
-        priority: where blocks are short, one level is worth 10 seconds of waiting. deadline: seconds that its
-        operations wait for blocks; default `patience` of the runtime.
-        Cancelled, there is none. Raises PoolExhausted, ContextOverflow, InvalidRequest, RuntimeClosed.
+        priority: where blocks are short, one level is worth 10 seconds of waiting. deadline: seconds that this waits
+        where `max_sequences` live, and that its operations wait for blocks; default `patience` of the runtime.
+        Cancelled, there is none. Raises PoolExhausted, ContextOverflow, InvalidRequest, RuntimeClosed, and
+        DeadlineExceeded where no other sequence closed in time.
         """
         priority = real("priority", priority, "a finite number")
         return Sequence(await self._actor(prompt, priority, seconds(deadline)), self._house)
@@ -251,7 +224,7 @@ class Runtime:
         """The best continuations of `prompt`, best first; see BeamSearchParams.
 
         `on_step(step, running, finished)` is called after each step, with `Past` hypotheses best first. Cancelled, all
-        its blocks return. Raises PoolExhausted, ContextOverflow, InvalidRequest.
+        its blocks return. Raises PoolExhausted, ContextOverflow, InvalidRequest, RuntimeClosed, DeadlineExceeded.
         """
         house = self._house
         params = BeamSearchParams() if params is None else params
@@ -271,35 +244,7 @@ class Runtime:
 
     def stats(self) -> Stats:
         """Where the runtime stands. Cheap; call it whenever you like."""
-        house = self._house
-        ledger, worker = house.allocator.ledger, house.worker
-        pool = ledger.pool
-        block_bytes = house.facts.kv_bytes // pool.num_blocks
-        return Stats(
-            blocks_total=pool.num_blocks,
-            blocks_free=pool.num_free,
-            blocks_cached=ledger.cached,
-            blocks_referenced=ledger.referenced,
-            blocks_peak=ledger.peak,
-            block_bytes=block_bytes,
-            copies=ledger.copies,
-            copied_bytes=ledger.copied_rows * block_bytes // pool.block_size,
-            steps=worker.steps,
-            tokens=worker.tokens,
-            prompt_tokens=worker.prompt_tokens,
-            sequences=len(house.sequences),
-            forks=house.forks,
-            prefix_hits=ledger.hits,
-            prefix_hit_tokens=ledger.hit_tokens,
-            evictions=ledger.evictions,
-            preemptions=house.allocator.arbiter.preempted,
-            waiting=house.allocator.waiting,
-            waited=house.allocator.waited,
-            expired=house.allocator.arbiter.expired,
-            jobs=worker.jobs,
-            allocator_queue=house.allocator.queued,
-            worker_queue=worker.queued,
-        )
+        return collect(self._house)
 
     async def _actor(self, prompt: Prompt, priority: float = 0.0, deadline: float | None = None) -> SequenceActor:
         house = self._house
@@ -340,28 +285,6 @@ def encode(house: House, prompt: Prompt, *, continuation: bool = False) -> list[
         if not 0 <= token < house.facts.vocab_size:
             raise InvalidRequest(f"token {token} is outside the vocabulary of {house.facts.vocab_size}")
     return tokens
-
-
-def seconds(deadline: float | None) -> float | None:
-    """The same as a float. Raises InvalidRequest for what is no time to wait."""
-    return None if deadline is None else real("deadline", deadline, "seconds, not negative", 0)
-
-
-def check(params: SamplingParams) -> SamplingParams:
-    """The same with plain Python numbers. Raises InvalidRequest where a field is out of its range."""
-    top_p = real("top_p", params.top_p, "in (0, 1]", 0, 1)
-    if top_p == 0:
-        raise InvalidRequest("top_p must be in (0, 1], not 0; for greedy tokens set temperature=0")
-    return SamplingParams(
-        max_tokens=whole("max_tokens", params.max_tokens, 1),
-        temperature=real("temperature", params.temperature, "finite and not negative", 0),
-        top_p=top_p,
-        top_k=whole("top_k", params.top_k, 0, INT32),
-        min_p=real("min_p", params.min_p, "in [0, 1]", 0, 1),
-        seed=None if params.seed is None else whole("seed", params.seed, -(2**63), 2**64 - 1),
-        stop_tokens=token_ids("stop_tokens", params.stop_tokens),
-        ignore_eos=bool(params.ignore_eos),
-    )
 
 
 def _tokenizer(house: House) -> Tokenizer:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pagefork.runtime.errors import InvalidRequest
+from pagefork.runtime.messages import SamplingParams
 
 INT32 = 2**31 - 1
 
@@ -40,3 +41,25 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise InvalidRequest(f"{name} must be token ids, not {value!r}")
     return tuple(whole(f"each of {name}", token, 0, INT32) for token in value)
+
+
+def seconds(deadline: float | None) -> float | None:
+    """`deadline` as a float, or None; InvalidRequest for what is no time to wait."""
+    return None if deadline is None else real("deadline", deadline, "seconds, not negative", 0)
+
+
+def sampling_params(params: SamplingParams) -> SamplingParams:
+    """`params` with plain Python numbers; InvalidRequest where a field is out of its range."""
+    top_p = real("top_p", params.top_p, "in (0, 1]", 0, 1)
+    if top_p == 0:
+        raise InvalidRequest("top_p must be in (0, 1], not 0; for greedy tokens set temperature=0")
+    return SamplingParams(
+        max_tokens=whole("max_tokens", params.max_tokens, 1),
+        temperature=real("temperature", params.temperature, "finite and not negative", 0),
+        top_p=top_p,
+        top_k=whole("top_k", params.top_k, 0, INT32),
+        min_p=real("min_p", params.min_p, "in [0, 1]", 0, 1),
+        seed=None if params.seed is None else whole("seed", params.seed, -(2**63), 2**64 - 1),
+        stop_tokens=token_ids("stop_tokens", params.stop_tokens),
+        ignore_eos=bool(params.ignore_eos),
+    )

@@ -24,7 +24,10 @@ class ContextOverflow(PageforkError):
 
 
 class PoolExhausted(PageforkError):
-    """The block pool has too few free blocks; the sequence is as it was before the call."""
+    """Too few blocks could be had in time, or the pool has not as many; what was asked for was not done.
+
+    wanted: blocks that were missing. free: those to be had, cached ones included. total: those of the pool.
+    """
 
     def __init__(self, wanted: int, free: int, total: int) -> None:
         super().__init__(

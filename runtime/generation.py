@@ -52,7 +52,8 @@ class Generation(AsyncIterator[Step]):
         return self
 
     async def __anext__(self) -> Step:
-        """The next token. Raises PoolExhausted, SequenceClosed, SequenceBusy, ContextOverflow, WorkerDied."""
+        """The next token. Raises InvalidRequest for an empty sequence, PoolExhausted, SequenceClosed, SequenceBusy,
+        ContextOverflow, WorkerDied; after an error the generation is over."""
         if self._closed:
             raise StopAsyncIteration
         if self._waiting:

@@ -20,7 +20,7 @@ CPU_SHARE = 0.25
 def blocks_that_fit(model: Model, block_size: int) -> int:
     """Blocks of `block_size` tokens that the device has room for; call it once the weights are loaded.
 
-    Raises InvalidRequest where not even one sequence of a block fits.
+    Raises InvalidRequest where not even one block fits.
     """
     block_bytes = sum(2 * spec.kv_heads * spec.head_dim for spec in model.layers) * block_size * model.dtype.size
     room = _room()
