@@ -1,15 +1,19 @@
 """Every message, on one page, with who sends it to whom. Plain data only, so any actor could live in another process.
 
-caller    -> Sequence   Append, Generate, Fork, Truncate, TopK, ReadKV, Close       (ask)
+caller    -> Sequence   Append, Generate, Fork, Truncate, TopK, ReadKV              (ask)
+                        Close                                                       (urgent tell)
 reader    -> Sequence   Renew, Settle                                               (urgent tell)
 Sequence  -> Allocator  Reserve -> Granted | Yielded | Exhausted, Share -> None     (ask)
                         Shrink, Copied, Publish, Idle, Surrender, Release           (urgent tell)
 Allocator -> Sequence   Preempt                                                     (urgent tell)
+Sequence  -> itself     Resume, Preempt                                             (urgent tell)
 Sequence  -> Worker     Submit (answers come in the job's Stream)                   (tell)
                         Extend                                                      (urgent tell)
                         Cancel -> None                                              (ask)
 Worker    -> Allocator  Copied                                                      (urgent tell)
 Engine    -> Worker     StepDone, StepFailed                                        (urgent tell, from its thread)
+Runtime   -> Sequence   Close                                                       (urgent tell)
+          -> Allocator  Audit -> int                                                (ask)
 """
 
 from __future__ import annotations
@@ -127,6 +131,8 @@ class Yielded(Message, frozen=True):
 
 
 class Exhausted(Message, frozen=True):
+    """Not granted in time, or never to be: `wanted` blocks, of which `free` could be had, in a pool of `total`."""
+
     wanted: int
     free: int
     total: int
@@ -180,7 +186,7 @@ class Release(Message, frozen=True):
 
 
 class Audit(Message, frozen=True):
-    """Supervisor -> Allocator: check the ledger; answered with how many blocks are free."""
+    """Runtime -> Allocator: check the ledger; answered with how many blocks nobody holds, cached ones included."""
 
 
 # Sequence -> Worker

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagefork.runtime.engine import Segment, StepPlan
+from pagefork.runtime.engine import Ints, Segment, StepPlan
 from pagefork.runtime.lanes import Job, Lanes
 
-Ints = npt.NDArray[np.int32]
 Index = npt.NDArray[np.intp]
 
 
