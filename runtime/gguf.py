@@ -135,8 +135,8 @@ class GGUF:
                 f"GGUF tokenizers of kind {kind}/{split} are not read, only gpt2 with {', '.join(sorted(_SPLITS))}; "
                 "use the model's MLX or safetensors release"
             )
-        tokens = self._metadata["tokenizer.ggml.tokens"]
-        merges = [tuple(merge.split(" ", 1)) for merge in self._metadata["tokenizer.ggml.merges"]]
+        tokens = self._need("tokenizer.ggml.tokens")
+        merges = [tuple(merge.split(" ", 1)) for merge in self._need("tokenizer.ggml.merges")]
         try:
             bpe = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
         except Exception as error:
@@ -146,7 +146,7 @@ class GGUF:
             [*_SPLITS[split](), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
         )
         tokenizer.decoder = decoders.ByteLevel()
-        types = self._metadata["tokenizer.ggml.token_type"].tolist()
+        types = self._need("tokenizer.ggml.token_type").tolist()
         tokenizer.add_special_tokens(_added(tokens, types, _CONTROL))
         tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED))
         bos, eos = (self._get(f"tokenizer.ggml.{name}_token_id", None) for name in ("bos", "eos"))
@@ -160,12 +160,15 @@ class GGUF:
         )
 
     def _get(self, name: str, *default: Any) -> Any:
-        if name not in self._metadata:
-            if default:
-                return default[0]
-            raise ModelUnavailable(f"the GGUF file lacks {name}; it is incomplete or made by an old converter")
-        value = self._metadata[name]
+        if default and name not in self._metadata:
+            return default[0]
+        value = self._need(name)
         return value.item() if isinstance(value, mx.array) else value
+
+    def _need(self, name: str) -> Any:
+        if name not in self._metadata:
+            raise ModelUnavailable(f"the GGUF file lacks {name}; it is incomplete or made by an old converter")
+        return self._metadata[name]
 
 
 # How text is cut before the byte-level split, by the name that the file gives.

@@ -32,6 +32,7 @@ class LayerSpec:
 
 
 def layer_spec(probe: Probe) -> LayerSpec:
+    """What a layer passed to attention, as far as the kernels can do it; raises UnsupportedModel where they cannot."""
     call = probe.call
     if call is None:
         refuse(f"layer {probe.layer} never calls attention with its cache")

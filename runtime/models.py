@@ -1,8 +1,9 @@
 """Loads a model, finds out how its layers attend, and runs it with attention of the caller's choice.
 
-Nothing outside this file knows mlx-lm. What a layer looks like (heads, dims, scale, window, sinks) is read from what it
-passes to the attention call while the model runs lazily, never from a configuration. A model whose attention cannot
-be routed, or whose logits come out different when it is, is refused with `UnsupportedModel`.
+Nothing but this file and its parts (`layers`, `rewrites`, `routing`, `selfcheck`) knows mlx-lm. What a layer looks like
+(heads, dims, scale, window, sinks) is read from what it passes to the attention call while the model runs lazily, never
+from a configuration. A model whose attention cannot be routed, or whose logits come out different when it is, is
+refused with `UnsupportedModel`.
 """
 
 from __future__ import annotations
@@ -240,7 +241,10 @@ def _from_gguf(path: Path, *, name: str) -> Model:
     bits = file.quantised()
     if bits and not _on_cpu():
         nn.quantize(module, class_predicate=lambda path, _: bits.get(path, False))
-    module.load_weights(list(weights.items()))
+    try:
+        module.load_weights(list(weights.items()))
+    except ValueError as error:
+        raise ModelUnavailable(f"{path} holds no whole llama ({brief(error)}); fetch it again") from error
     module.eval()
     mx.eval(module.parameters())
     return Model(
