@@ -127,7 +127,6 @@ class Arbiter:
         """`max_queue`: how many tickets may wait before the first request of an operation is refused."""
         self.ledger = ledger
         self.preempted = 0
-        self.yielded = 0
         self.expired = 0
         self._ageing = ageing
         self._max_queue = max_queue
@@ -179,7 +178,6 @@ class Arbiter:
         if blocks > self.ledger.pool.num_blocks:
             return Refused(ticket.number, owner, "too large", blocks, self.ledger.pool.num_blocks)
         if party.leaving is not None:
-            self.yielded += 1
             return Yield(ticket.number, owner)
         quote = self._quote(ticket)
         head = self._queue.peek()
@@ -307,7 +305,6 @@ class Arbiter:
         if ticket is None:
             return Preempt(party.owner)
         self._end(ticket)
-        self.yielded += 1
         return Yield(ticket.number, party.owner)
 
     def check(self) -> None:

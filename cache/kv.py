@@ -112,7 +112,10 @@ class PagedKVCache:
         softcap: float | None = None,
         max_length: int | None = None,
     ) -> mx.array:
-        """`kernels.paged_attention` over this layer's pools, after its last write: `[rows, heads, head_dim]`."""
+        """`kernels.paged_attention` over this layer's pools, after its last write: `[rows, heads, head_dim]`.
+
+        `q` `[rows, heads, head_dim]`; `tables` int32 `[rows, max_blocks]`; `lengths` int32 `[rows]`.
+        """
         out = kernels.paged_attention(
             q,
             self._k[layer],
@@ -141,7 +144,10 @@ class PagedKVCache:
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        """`kernels.prefill_attention` over this layer's pools, after its last write: `[n, heads, head_dim]`."""
+        """`kernels.prefill_attention` over this layer's pools, after its last write: `[n, heads, head_dim]`.
+
+        `q` `[n, heads, head_dim]` stands at positions from `start` on; `table` int32 `[max_blocks]`.
+        """
         out = kernels.prefill_attention(
             q,
             self._k[layer],

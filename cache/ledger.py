@@ -29,7 +29,9 @@ class Grant:
 class Quote:
     """What a `reserve` would take now: `new` blocks, when at most `spare` can be had. Good until the ledger changes.
 
-    revived: idle blocks that it would adopt, not among those to spare.
+    revived: idle blocks that it would adopt, not among those to spare. chain, adopted: the published chain that the
+    owner would begin with, and its block ids. replaced: table entries that would get a fresh block. withdrawn: block
+    ids that would be unpublished and written in place.
     """
 
     new: int
@@ -306,6 +308,3 @@ class Ledger:
 
     def _drop(self, ids: Ids) -> int:
         return self.pool.free(ids) + self.index.settle(ids)
-
-
-__all__ = ["BlocksExhausted", "Grant", "Ledger", "Quote"]
