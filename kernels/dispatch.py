@@ -1,8 +1,8 @@
 """The public kernels: the best implementation for the device, behind the functions of `reference`.
 
 Every function takes `backend`: "metal", "cuda" or "reference". None is the best for MLX's default device, or the
-reference path where the self-test of the variant failed. All calls must come from
-one thread: MLX's streams belong to it.
+reference path where the self-test of the variant failed. A back end that this device has not is a ValueError. All calls
+must come from one thread: MLX's streams belong to it.
 
 On a GPU back end the pools are written in place, behind MLX's back: `write_kv` returns the pools that it was given.
 What keeps reads and writes in order, within a step and between steps in flight, is `order` alone: pass the array that
@@ -163,10 +163,9 @@ def fall_back(variant: Attention | Pools) -> None:
 
 
 def _target(backend: str | None, variant: Attention | Pools) -> Device:
-    if backend is None:
-        found = device()
-        return found.without_kernels() if _fallbacks and variant in _fallbacks else found
     found = device()
+    if backend is None:
+        return found.without_kernels() if _fallbacks and variant in _fallbacks else found
     if backend == "reference":
         return found.without_kernels()
     if backend != found.backend:

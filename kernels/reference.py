@@ -31,9 +31,9 @@ def write_kv(
     `k`, `v`: `[rows, kv_heads, head_dim]` of the pools' dtype. `copies`: int32 `[n, 3]` of
     (source block, destination block, filled rows), or None; a destination may also be written by `slots`
     at or past its filled rows, but is no other copy's source. `order`: the last array that read or wrote these
-    pools; the write comes after it. Returns `(k_pool, v_pool, order)`: use these
-    in place of what was passed in. MLX scatters in place only while nothing unevaluated names the old
-    pools, so evaluate once a step.
+    pools; on a GPU `dispatch` makes the write come after it. Returns `(k_pool, v_pool, order)`: use these in place of
+    what was passed in. MLX scatters in place only while nothing unevaluated names the old pools, so evaluate once a
+    step.
     """
     if copies is not None and copies.shape[0]:
         source, destination = _copied_slots(np.array(copies), k_pool.shape[1])
@@ -69,7 +69,8 @@ def paged_attention(
     `window`: only the last `window` positions are visible. `sinks`: `[heads]`, a logit per head that takes
     part in the softmax and carries no value. `softcap`: scores become `softcap * tanh(scores / softcap)`.
     Rows of length 0 give zeros. `max_length`: an upper bound of `lengths` known to the host; fused kernels choose
-    their number of splits by it. `order`: what must have been computed before (see `write_kv`).
+    their number of splits by it. `order`: what must have been computed before (see `write_kv`). Both change nothing
+    here.
     Source of the layout: PagedAttention (Kwon et al. 2023).
     """
     rows, heads, head_dim = q.shape
