@@ -1,4 +1,4 @@
-"""Benchmarks. `bench.py kernels` times the attention kernels; `--json` prints one JSON object instead of a table."""
+"""Benchmarks, each a command of its own; `--json` prints one JSON object instead of text."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ if [ "$system" = Linux ]; then
     fi
     case ",$extras," in
     *,dev,*)
-        command -v g++ >/dev/null 2>&1 || apt_install g++ || say "g++ not found: tests that need it are skipped"
+        command -v g++ >/dev/null 2>&1 || apt_install g++ || say "g++ not found: the tests that need it fail"
         ;;
     esac
 fi
