@@ -33,8 +33,8 @@ from pagefork.runtime.messages import (
 class Allocator(Actor):
     """Serves from its ledger, which is the truth (P2); its arbiter says who goes first and who must give way.
 
-    A Reserve that cannot be met is answered later: granted, or refused at its deadline. `preempt(owner)` tells a
-    sequence to surrender its blocks; it must not block.
+    A Reserve that cannot be met is answered later: granted, told to yield, or refused at its deadline. `preempt(owner)`
+    tells a sequence to surrender its blocks; it must not block.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class House:
     """The two actors that all sequences talk to, and the facts they need.
 
     block_size: tokens per block. lease: tokens a generation may run ahead of its reader. max_context: tokens.
-    patience: seconds that an operation waits for blocks.
+    patience: seconds that an operation waits for blocks. max_sequences: how many may live at once, or None.
     spawn starts an actor's task; `read_kv(layer, table, length)` asks the engine.
     """
 

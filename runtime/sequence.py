@@ -63,6 +63,7 @@ class SequenceActor(Actor):
 
     The first `_computed` of its tokens have K and V in the blocks of `_table`. While a generation runs, `_stream`
     holds what the worker sampled: what the reader took of it counts as the sequence's, the rest goes when it ends.
+    Preempted, it gives up its whole table; from its tokens it computes K and V again when it goes on.
     """
 
     def __init__(
