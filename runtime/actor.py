@@ -106,12 +106,16 @@ class Actor:
         """Serve messages until cancelled or crashed. Then every waiting and later `ask` fails at once."""
         try:
             while True:
-                await self.serve(await self.next())
+                await self.turn()
         except Exception as error:
             self.die(self.epitaph(error), error)
             raise
         finally:
             self.die(self.epitaph(None))
+
+    async def turn(self) -> None:
+        """Wait for a message and serve it."""
+        await self.serve(await self.next())
 
     async def serve(self, envelope: Envelope) -> None:
         self.serving = envelope

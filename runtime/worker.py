@@ -60,17 +60,11 @@ class Worker(Actor):
         """Send a Submit whose answers come in `stream`; cancelled while waiting for room, nothing was sent."""
         await self._put(Envelope(submit, stream))
 
-    async def run(self) -> None:
-        try:
-            while True:
-                await self.serve(await self.next())
-                await self._drain()
-                self._advance()
-        except Exception as error:
-            self.die(self.epitaph(error), error)
-            raise
-        finally:
-            self.die(self.epitaph(None))
+    async def turn(self) -> None:
+        """Wait for mail, serve all there is, launch what became ready."""
+        await super().turn()
+        await self._drain()
+        self._advance()
 
     async def serve(self, envelope: Envelope) -> None:
         match envelope.message:
