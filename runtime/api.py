@@ -165,7 +165,7 @@ class Runtime:
         for those that begin alike. max_queue: operations that may wait for blocks; more are refused at once.
         max_sequences: live sequences; `sequence` waits until one closes, `fork` is refused.
 
-        shutdown_timeout: seconds that closing may take. strict: raise `pagefork.kernels.KernelMismatch` where a GPU
+        shutdown_timeout: seconds that closing may take. strict: raise KernelMismatch where a GPU
         kernel fails its self-test, instead of warning and taking the slow path. `progress(stage, fraction)` is called
         from another thread while loading.
 

@@ -19,6 +19,10 @@ class ModelUnavailable(PageforkError):
     """The model could not be found or fetched."""
 
 
+class KernelMismatch(PageforkError):
+    """A GPU kernel fails its self-test on this device and `strict=True` forbids the slow path; open without it."""
+
+
 class ContextOverflow(PageforkError):
     """The tokens do not fit in the model's context; nothing was appended."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from pagefork import kernels
 from pagefork.cache.kv import KVError, PagedKVCache, UnsupportedDtype
 from pagefork.runtime.engine import Facts, Ints, StepPlan, StepResult
-from pagefork.runtime.errors import InvalidRequest, UnsupportedModel
+from pagefork.runtime.errors import InvalidRequest, KernelMismatch, UnsupportedModel
 from pagefork.runtime.log import log
 from pagefork.runtime.memory import blocks_that_fit
 from pagefork.runtime.models import Model, Progress, Source, load
@@ -181,5 +181,8 @@ def _prepare_kernels(model: Model, block_size: int, progress: Progress | None, s
     cases = list(dict.fromkeys(cases))
     if mx.default_device().type == mx.DeviceType.gpu:
         tell = progress or (lambda stage, fraction: None)
-        kernels.prepare(cases, strict=strict, progress=lambda done, total, _: tell("kernels", done / total))
+        try:
+            kernels.prepare(cases, strict=strict, progress=lambda done, total, _: tell("kernels", done / total))
+        except kernels.KernelMismatch as error:
+            raise KernelMismatch(str(error)) from error
     return 2 if kernels.in_place(cases) else 1

@@ -97,6 +97,21 @@ async def lag(model: str, readers: int, tokens: int) -> dict[str, float]:
     }
 
 
+async def prefix(model: str, length: int, shared: int) -> dict[str, float]:
+    """Time to the first token of a prompt of `length` tokens, cold and after one that begins with the same `shared`."""
+    head = [index % 1000 + 5 for index in range(shared)]
+    figures: dict[str, float] = {}
+    async with Runtime.open(model, blocks=length // 4) as rt:
+        for name, last in (("cold", 7), ("warm", 9)):
+            before, begin = rt.stats().prompt_tokens, time.perf_counter()
+            sequence = await rt.sequence([*head, *[last] * (length - shared)])
+            async for _ in sequence.generate(SamplingParams(max_tokens=1, ignore_eos=True)):
+                figures[f"{name}_ms"] = (time.perf_counter() - begin) * 1e3
+            figures[f"{name}_tokens_computed"] = rt.stats().prompt_tokens - before
+    figures["ratio"] = figures["cold_ms"] / figures["warm_ms"]
+    return figures
+
+
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("ttft", help="time to first token of a long prompt while others decode")
     parser.add_argument("--model", default="smollm2-135m")
@@ -110,6 +125,12 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--readers", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=40)
     parser.set_defaults(run=lambda a: run(a, lag, a.model, a.readers, a.tokens))
+    _common(parser)
+    parser = commands.add_parser("prefix", help="time to first token of a prompt whose head was computed before")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--length", type=int, default=1050)
+    parser.add_argument("--shared", type=int, default=1000)
+    parser.set_defaults(run=lambda a: run(a, prefix, a.model, a.length, a.shared))
     _common(parser)
 
 

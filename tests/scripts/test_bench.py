@@ -45,5 +45,12 @@ def test_ttft_says_what_a_long_prompt_costs_the_others() -> None:
 
 
 @pytest.mark.model
+def test_a_prompt_whose_head_is_known_computes_its_tail() -> None:
+    figures = bench("prefix", "--length", "60", "--shared", "48")
+    assert figures["cold_tokens_computed"] == 60
+    assert figures["warm_tokens_computed"] == 12
+
+
+@pytest.mark.model
 def test_beam_is_timed_without_a_peer() -> None:
     assert bench("beam", "--width", "2", "--tokens", "2", "--repeats", "1")["seconds"] > 0
