@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
 import secrets
 from typing import Any
@@ -21,33 +20,26 @@ from pagefork.runtime.errors import (
     SequenceClosed,
     WorkerDied,
 )
+from pagefork.runtime.holdings import Holdings, Tokens
 from pagefork.runtime.house import House
 from pagefork.runtime.log import log
 from pagefork.runtime.messages import (
     Append,
     Cancel,
     Close,
-    Copied,
-    Exhausted,
     Extend,
     Fork,
     Generate,
-    Granted,
-    Idle,
     Message,
     Preempt,
-    Publish,
     ReadKV,
     Release,
     Renew,
-    Reserve,
     Resume,
     SamplingParams,
     Settle,
     Share,
-    Shrink,
     Submit,
-    Surrender,
     TopK,
     Truncate,
     Yielded,
@@ -55,14 +47,13 @@ from pagefork.runtime.messages import (
 from pagefork.runtime.sampling import mix
 from pagefork.runtime.stream import Stream
 
-Tokens = array.array  # of C ints
-
 
 class SequenceActor(Actor):
     """Serves one sequence.
 
-    The first `_computed` of its tokens have K and V in the blocks of `_table`. While a generation runs, `_stream`
-    holds what the worker sampled: what the reader took of it counts as the sequence's, the rest goes when it ends.
+    While a generation runs, `_stream` holds what the worker sampled: what the reader took of it counts as the
+    sequence's, the rest goes when it ends. `_paused`: the worker has no job of the running generation, which is to be
+    resumed; `_before`: tokens that were sampled before its present job.
     Preempted, it gives up its whole table; from its tokens it computes K and V again when it goes on.
     """
 
@@ -81,16 +72,21 @@ class SequenceActor(Actor):
         super().__init__(f"sequence {self.owner}", capacity=64)
         self._house = house
         self._tokens = Tokens("i") if tokens is None else tokens
-        self._computed = computed
-        self._table = Tokens("i") if table is None else table
+        self._held = Holdings(
+            self.owner,
+            house.allocator,
+            house.block_size,
+            self._all,
+            table=table,
+            computed=computed,
+            priority=priority,
+        )
         self._lineage = lineage
         self._priority = priority
         self._patience = house.patience if patience is None else patience
         self._waits = self._patience
-        self._active = False
         self._paused = False
         self._before = 0
-        self._published = 0
         self._children = 0
         self._generations = 0
         self._stream: Stream | None = None
@@ -134,9 +130,8 @@ class SequenceActor(Actor):
             await super().serve(envelope)
         if self._scope.cancelled_caught and envelope.reply is not None:
             envelope.reply.withdraw()
-        if self._active and self._stream is None and not self._left:
-            self._active = False
-            self._house.allocator.post(Idle(self.owner))
+        if self._stream is None and not self._left:
+            self._held.rest()
 
     def urge(self, envelope: Envelope) -> None:
         """What ends the sequence or its generation does not wait behind something that waits for blocks."""
@@ -200,7 +195,7 @@ class SequenceActor(Actor):
             case Truncate(length=length):
                 return self._truncate(length)
             case ReadKV(layer=layer):
-                return await self._house.read_kv(layer, np.array(self._table, dtype=np.int32), self._computed)
+                return await self._house.read_kv(layer, np.array(self._held.table, dtype=np.int32), self._held.computed)
         return await super().handle(message)
 
     # What callers ask for
@@ -214,7 +209,7 @@ class SequenceActor(Actor):
         try:
             await self._reserve(length, tokens=self._tokens + Tokens("i", tokens), patience=self._waits)
         except BaseException:
-            self._shrink()
+            self._held.shrink(len(self._tokens))
             raise
         self._tokens.extend(tokens)
 
@@ -233,7 +228,7 @@ class SequenceActor(Actor):
         )
         self._generations += 1
         stream = Stream(self._generations)
-        pending = length - self._computed
+        pending = length - self._held.computed
         await self._start(job, stream)
         self._job, self._stream = job, stream
         if pending >= self._house.block_size and stream.renew_at is not None:
@@ -248,8 +243,7 @@ class SequenceActor(Actor):
         if not 0 <= length <= len(self._tokens):
             raise InvalidRequest(f"length must be between 0 and {len(self._tokens)}, not {length}")
         del self._tokens[length:]
-        self._computed = min(self._computed, length)
-        self._shrink()
+        self._held.shrink(length)
 
     async def _fork(self, count: int) -> list[SequenceActor]:
         """Children share every block of the tokens read so far; a running generation pauses for it."""
@@ -258,7 +252,7 @@ class SequenceActor(Actor):
             await self._stop(pause=True)
         try:
             length = self.length
-            if length - self._computed > 1:
+            if length - self._held.computed > 1:
                 # Once for all: what is left pending, every child would compute.
                 await self._compute(Submit(owner=self.owner), length - 1)
             return await self._share(count, length)
@@ -272,12 +266,12 @@ class SequenceActor(Actor):
             raise InvalidRequest(
                 f"{count} more sequences would exceed max_sequences={house.max_sequences}; close some first"
             )
-        blocks = self._table[: -(-length // house.block_size)]
+        blocks = self._held.table[: -(-length // house.block_size)]
         children = [
             SequenceActor(
                 house,
                 tokens[:],
-                computed=min(self._computed, length),
+                computed=min(self._held.computed, length),
                 table=blocks[:],
                 lineage=mix(self._lineage, self._children + i + 1),
                 priority=self._priority,
@@ -323,7 +317,7 @@ class SequenceActor(Actor):
         if job.params is not None:
             patience = self._waits
             limit = max(stop, min(self.length + self._house.lease, job.end - 1))
-        start = min(self._computed, stop - 1)
+        start = min(self._held.computed, stop - 1)
         try:
             copies = await self._reserve(limit, start, tokens, patience=0 if limit > stop else patience)
         except PoolExhausted:
@@ -332,14 +326,19 @@ class SequenceActor(Actor):
             limit = stop
             copies = await self._reserve(limit, start, tokens, patience=patience)
         # Where the blocks had to go and came back, this is further behind, or ahead by what others computed.
-        start = min(self._computed, stop - 1)
+        start = min(self._held.computed, stop - 1)
         job = msgspec.structs.replace(
-            job, start=start, tokens=tokens[start:stop].tolist(), table=self._table.tolist(), limit=limit, copies=copies
+            job,
+            start=start,
+            tokens=tokens[start:stop].tolist(),
+            table=self._held.table.tolist(),
+            limit=limit,
+            copies=copies,
         )
         try:
             await self._house.worker.submit(job, stream)
         except BaseException:
-            self._forget(copies, start)
+            self._held.forget(copies, start)
             raise
         self._before = len(stream.tokens)
         self._set_limit(stream, limit, job.end)
@@ -356,7 +355,7 @@ class SequenceActor(Actor):
             raise
         finally:
             if stream.computed is not None:
-                self._computed = stream.computed
+                self._held.computed = stream.computed
                 self._publish()
         return stream
 
@@ -368,7 +367,7 @@ class SequenceActor(Actor):
             await self._house.worker.ask(Cancel(self.owner, pause=pause))
         self._paused = pause
         if stream.computed is not None:
-            self._computed, stream.computed = stream.computed, None
+            self._held.computed, stream.computed = stream.computed, None
 
     async def _resume(self) -> None:
         stream, job = self._stream, self._job
@@ -389,9 +388,9 @@ class SequenceActor(Actor):
         stream.cut()
         self._tokens.extend(stream.tokens)
         self._stream = self._job = None
-        self._computed = min(self._computed, len(self._tokens))
+        self._held.computed = min(self._held.computed, len(self._tokens))
         self._publish()
-        self._shrink()
+        self._held.shrink(len(self._tokens))
 
     async def _renew(self) -> None:
         """Extend the lease. Without blocks for it the job goes on to the end of what it has; then it waits or fails."""
@@ -403,7 +402,7 @@ class SequenceActor(Actor):
         if stream.read < due:
             stream.renew_at = due
             return
-        have = len(self._table) * self._house.block_size
+        have = self._held.capacity
         for limit in (self.length + self._house.lease, have + 1, have):
             limit = min(limit, job.end - 1)
             if limit > stream.limit and await self._extend(limit, 0) is None:
@@ -417,24 +416,25 @@ class SequenceActor(Actor):
 
     async def _extend(self, limit: int, patience: float) -> PoolExhausted | None:
         """Have blocks for positions below `limit` and lease them to the job; returns why there are none."""
-        stream, job, first = self._stream, self._job, len(self._table)
+        stream, job, held = self._stream, self._job, self._held
         assert stream is not None and job is not None
-        answer = await self._ask_blocks(limit, None, None, patience)
+        first = len(held.table)
+        answer = await held.ask(limit, patience=patience, yielded=self._preempt_later)
         if isinstance(answer, Yielded):
             await self._give_way()
             return None
         try:
-            copies = self._adopt(answer)
+            copies = held.adopt(answer)
         except PoolExhausted as error:
             return error
         assert not copies
-        self._house.worker.post(Extend(self.owner, first, self._table[first:].tolist(), limit))
+        self._house.worker.post(Extend(self.owner, first, held.table[first:].tolist(), limit))
         self._set_limit(stream, limit, job.end)
         return None
 
     async def _give_way(self) -> None:
         """Let another have the blocks. A running job is paused, and goes on from its tokens when there are blocks."""
-        if not self._table:
+        if not self._held.table:
             return
         if self._stream is not None:
             await self._stop(pause=True)
@@ -465,78 +465,31 @@ class SequenceActor(Actor):
 
         Told to give way, it surrenders what it has and asks for all again: no job of it may be at the worker.
         """
-        while isinstance(answer := await self._ask_blocks(length, write_from, tokens, patience), Yielded):
+        held = self._held
+        while True:
+            answer = await held.ask(length, write_from, tokens, patience=patience, yielded=self._preempt_later)
+            if not isinstance(answer, Yielded):
+                return held.adopt(answer)
             self._surrender()
-        return self._adopt(answer)
 
-    async def _ask_blocks(
-        self, length: int, write_from: int | None, tokens: Tokens[int] | None, patience: float
-    ) -> Granted | Yielded | Exhausted:
-        def late(answer: Granted | Yielded | Exhausted) -> None:
-            if isinstance(answer, Granted):
-                self._forget(self._adopt(answer), write_from or 0)
-            elif isinstance(answer, Yielded):
-                self.post(Preempt())  # a job may be running
-
-        if write_from is not None:
-            self._computed = min(self._computed, write_from)
-            self._published = min(self._published, write_from // self._house.block_size)
-        self._active = True
-        reserve = Reserve(
-            self.owner,
-            length,
-            write_from,
-            tokens=None if self._table else tokens,
-            priority=self._priority,
-            patience=patience,
-        )
-        answer: Granted | Yielded | Exhausted = await self._house.allocator.ask(reserve, late=late)
-        return answer
-
-    def _adopt(self, answer: Granted | Exhausted) -> list[tuple[int, int, int]]:
-        if isinstance(answer, Exhausted):
-            raise PoolExhausted(answer.wanted, answer.free, answer.total)
-        self._table[answer.first :] = Tokens("i", answer.ids)
-        if answer.hit:
-            self._computed = answer.hit
-            self._published = answer.hit // self._house.block_size
-        return answer.copies
+    def _preempt_later(self) -> None:
+        """Told to give way when nobody waited for the answer any more: a job may be running."""
+        self.post(Preempt())
 
     def _surrender(self) -> None:
-        """Give up every block; what was computed may be found again among the published ones."""
-        self._publish()
-        del self._table[:]
-        self._computed = self._published = 0
-        self._house.allocator.post(Surrender(self.owner))
-        # It has what it wanted: serving it later would cost blocks that were granted since.
+        """Give up every block. No job may be at the worker."""
+        self._held.surrender()
+        # A Preempt that waits has what it wanted: serving it later would cost blocks that were granted since.
         for envelope in [waiting for waiting in self._urgent if isinstance(waiting.message, Preempt)]:
             self._urgent.remove(envelope)
 
     def _publish(self) -> None:
         """Let other sequences have the full blocks whose K and V are computed."""
-        computed, stream = self._computed, self._stream
+        computed, stream = self._held.computed, self._stream
         if stream is not None and not self._paused and stream.read > self._before:
             # A token that this job sampled came out of everything before it.
             computed = max(computed, len(self._tokens) + stream.read - 1)
-        blocks = min(computed, len(self._table) * self._house.block_size) // self._house.block_size
-        if blocks > self._published:
-            self._published = blocks
-            self._house.allocator.post(Publish(self.owner, self._all(), computed))
-
-    def _forget(self, copies: list[tuple[int, int, int]], write_from: int) -> None:
-        """Copies that nobody will do: their block counts as not computed, and their sources may go."""
-        if copies:
-            size = self._house.block_size
-            self._computed = min(self._computed, write_from // size * size)
-            self._house.allocator.post(Copied(self.owner))
-
-    def _shrink(self) -> None:
-        """Give back the blocks past the sequence's tokens."""
-        length = len(self._tokens)
-        self._computed = min(self._computed, length)
-        self._published = min(self._published, length // self._house.block_size)
-        del self._table[-(-length // self._house.block_size) :]
-        self._house.allocator.post(Shrink(self.owner, length))
+        self._held.publish(computed)
 
     async def _leave(self) -> None:
         """Return everything; no step in flight names the sequence afterwards."""
@@ -545,6 +498,6 @@ class SequenceActor(Actor):
         self._left = True
         with anyio.CancelScope(shield=True), contextlib.suppress(PageforkError):
             await self._house.worker.ask(Cancel(self.owner))
-        self._house.allocator.post(Release(self.owner))
+        self._held.release()
         self._house.leave(self.owner)
         self.gone.set()

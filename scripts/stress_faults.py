@@ -25,7 +25,7 @@ _PLACES = {
     "handle": False,
     "_fork": False,
     "_share": False,
-    "_ask_blocks": True,
+    "_held.ask": True,
     "_start": True,
     "_stop": True,
     "_compute": True,
@@ -76,8 +76,10 @@ def fuse(seq: Sequence, length: int) -> None:
         if length < 0:
             raise Crash(f"{ON_PURPOSE}, in {seq!r}")
 
-    def put(name: str, after: bool) -> None:
-        function = getattr(actor, name)
+    def put(place: str, after: bool) -> None:
+        part, _, name = place.rpartition(".")
+        target = getattr(actor, part) if part else actor
+        function = getattr(target, name)
         assert inspect.iscoroutinefunction(function)
 
         async def lit(*arguments: Any, **named: Any) -> Any:
@@ -87,10 +89,10 @@ def fuse(seq: Sequence, length: int) -> None:
                 burn()
             return value
 
-        setattr(actor, name, lit)
+        setattr(target, name, lit)
 
-    for name, after in _PLACES.items():
-        put(name, after)
+    for place, after in _PLACES.items():
+        put(place, after)
 
 
 async def delay_steps(rt: Runtime, seed: int) -> None:

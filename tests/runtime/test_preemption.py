@@ -105,7 +105,7 @@ async def test_only_what_was_computed_again_is_published_after_a_preemption() ->
             await take(generation, 1)
             await settled(rt, lambda: len(seq._actor._stream.tokens) > 35)
             hog = await rt.sequence([7] * 64, priority=100)
-            await settled(rt, lambda: not len(seq._actor._table))
+            await settled(rt, lambda: not len(seq._actor._held.table))
             double.hold()
             await hog.close()
             await double.held()
