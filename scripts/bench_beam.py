@@ -10,8 +10,10 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+ORACLES = Path(__file__).parents[1] / "tests" / "oracles" / "hf_beam_smollm2.json"
 PROMPT = [504, 3575, 282, 4649, 314]  # The capital of France is
 
 
@@ -26,6 +28,27 @@ async def ours(width: int, tokens: int, repeats: int) -> list[float]:
             await rt.beam_search(PROMPT, BeamSearchParams(width=width, max_tokens=count))
             times.append(time.perf_counter() - begin)
         return times[1:]
+
+
+async def sharing(widths: list[int], tokens: int, most: int) -> list[dict[str, Any]]:
+    """Blocks that beams share instead of having them each, over the steps of a search on each oracle prompt."""
+    from pagefork.runtime import BeamSearchParams, Runtime
+
+    rows = []
+    prompts = [case["prompt"] for case in json.loads(ORACLES.read_text())][:most]
+    async with Runtime.open() as rt:
+        for width in widths:
+            for prompt in prompts:
+                length, held, private = len(rt.tokenizer.encode(prompt)), 0, 0  # type: ignore[union-attr]
+
+                def count(step: int, running: list[Any], finished: list[Any], length: int = length) -> None:
+                    nonlocal held, private
+                    held += rt.stats().blocks_referenced
+                    private += len(running) * -(-(length + step) // 16)
+
+                await rt.beam_search(prompt, BeamSearchParams(width=width, max_tokens=tokens), on_step=count)
+                rows.append({"width": width, "prompt": prompt, "saved": round(1 - held / private, 3)})
+    return rows
 
 
 def theirs(width: int, tokens: int, repeats: int, path: str) -> list[float]:
@@ -47,6 +70,12 @@ def theirs(width: int, tokens: int, repeats: int, path: str) -> list[float]:
 
 
 def add_command(commands: Any) -> None:
+    parser = commands.add_parser("sharing", help="blocks that beam search saves, averaged over its steps")
+    parser.add_argument("--width", type=int, action="append", help="repeat for several; 4 and 6 if none is given")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--prompts", type=int, default=5, help="how many of the oracle prompts")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=run_sharing)
     parser = commands.add_parser("beam", help="beam search on SmolLM2 beside transformers")
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32)
@@ -72,6 +101,19 @@ def run(arguments: Any) -> None:
         figures["transformers_seconds"] = round(min(json.loads(done.stdout.splitlines()[-1])), 3)
         figures["ratio"] = round(figures["transformers_seconds"] / figures["seconds"], 2)
     print(json.dumps(figures) if arguments.json else "  ".join(f"{name} {value}" for name, value in figures.items()))
+
+
+def run_sharing(arguments: Any) -> None:
+    import anyio
+
+    rows = anyio.run(sharing, arguments.width or [4, 6], arguments.tokens, arguments.prompts)
+    mean = round(sum(row["saved"] for row in rows) / len(rows), 3)
+    if arguments.json:
+        print(json.dumps({"mean": mean, "rows": rows}))
+        return
+    for row in rows:
+        print(f"width {row['width']}  saved {row['saved']:.1%}  {row['prompt']!r}")
+    print(f"mean {mean:.1%}")
 
 
 if __name__ == "__main__":

@@ -54,3 +54,8 @@ def test_a_prompt_whose_head_is_known_computes_its_tail() -> None:
 @pytest.mark.model
 def test_beam_is_timed_without_a_peer() -> None:
     assert bench("beam", "--width", "2", "--tokens", "2", "--repeats", "1")["seconds"] > 0
+
+
+@pytest.mark.model
+def test_beams_share_blocks() -> None:
+    assert 0 < bench("sharing", "--width", "2", "--tokens", "20", "--prompts", "1")["mean"] < 1
