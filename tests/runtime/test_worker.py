@@ -61,6 +61,34 @@ async def test_a_long_prompt_goes_in_chunks_and_decodes_go_on_beside_it() -> Non
     assert len(prefill) >= 12 and sum(len(plan.lengths) > 0 for plan in prefill) > 6
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_prompt_of_6000_tokens_delays_no_decode_by_more_than_a_chunk_and_ends_though_they_never_do(
+    depth: int,
+) -> None:
+    double, readers, chunk, length = Double(depth=depth), 16, 512, 6000
+    with anyio.fail_after(60):
+        async with runtime(double, blocks=4096, chunk=chunk, lease=64, inline=True) as rt:
+            prompt, over = await rt.sequence([3] * length), anyio.Event()
+
+            async def decode(seq: Sequence) -> None:
+                async for _ in seq.generate(SamplingParams(max_tokens=500)):
+                    if over.is_set():
+                        return
+
+            async with anyio.create_task_group() as group:
+                for name in range(readers):
+                    group.start_soon(decode, await rt.sequence([name + 1] * 4))
+                while not any(len(plan.lengths) == readers for plan in double.plans):
+                    await checkpoint()
+                await prompt.topk(1)
+                over.set()
+    chunks = [[part.count for part in plan.segments if part.count > 4] for plan in double.plans]
+    first = next(index for index, counts in enumerate(chunks) if counts)
+    during = double.plans[first : first + -(-length // chunk)]
+    assert [sum(counts) for counts in chunks[first : first + len(during)]] == [chunk] * 11 + [length - 11 * chunk]
+    assert all(len(plan.lengths) == readers for plan in during)
+
+
 async def test_prompts_share_the_chunk_first_come_first_served() -> None:
     double, done = Double(), []
     with anyio.fail_after(20):
