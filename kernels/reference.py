@@ -73,23 +73,18 @@ def paged_attention(
     here.
     Source of the layout: PagedAttention (Kwon et al. 2023).
     """
+    visible, blocks = _visible(tables, lengths, window, k_pool.shape[1])
+    k, v = _gather(k_pool, blocks), _gather(v_pool, blocks)
+    # What is not visible may hold anything: its scores are masked, but 0 * NaN would still be NaN.
+    v = mx.where(visible[:, None, :, None], v, mx.zeros((), dtype=v.dtype))
+    mask = visible[:, None, None]
+    if softcap is None:
+        out = mx.fast.scaled_dot_product_attention(q[:, :, None], k, v, scale=scale, mask=mask, sinks=sinks)
+        return out.squeeze(2)
     rows, heads, head_dim = q.shape
-    _, block_size, kv_heads, _ = k_pool.shape
-    positions = mx.arange(tables.shape[1] * block_size)[None]
-    visible = positions < lengths[:, None]
-    if window is not None:
-        visible = visible & (positions >= lengths[:, None] - window)
-    k, v = (_gather(pool, tables, visible) for pool in (k_pool, v_pool))
-    out = _attend(
-        q.reshape(rows, kv_heads, heads // kv_heads, 1, head_dim),
-        k.transpose(0, 2, 1, 3)[:, :, None],
-        v.transpose(0, 2, 1, 3)[:, :, None],
-        visible[:, None, None, None],
-        scale,
-        sinks,
-        softcap,
-    )
-    return out.reshape(rows, heads, head_dim)
+    kv_heads = k.shape[1]
+    grouped = q.reshape(rows, kv_heads, heads // kv_heads, 1, head_dim)
+    return _attend(grouped, k[:, :, None], v[:, :, None], mask[:, None], scale, sinks, softcap).reshape(q.shape)
 
 
 def prefill_attention(
@@ -152,13 +147,30 @@ def _copied_slots(copies: npt.NDArray[np.int32], block_size: int) -> tuple[mx.ar
     return mx.array(source), mx.array(destination)
 
 
-def _gather(pool: mx.array, tables: mx.array, visible: mx.array) -> mx.array:
-    """The rows' K or V as `[rows, positions, kv_heads, head_dim]`, zeros where not visible (0 * NaN is NaN)."""
-    rows, max_blocks = tables.shape
+def _visible(tables: mx.array, lengths: mx.array, window: int | None, block_size: int) -> tuple[mx.array, mx.array]:
+    """Which positions each row sees, bool `[rows, positions]`; and the tables with a valid id where it sees nothing.
+
+    The last answer is kept: every layer of a step asks the same.
+    """
+    global _seen
+    if _seen is None or _seen[0] is not tables or _seen[1] is not lengths or _seen[2] != (window, block_size):
+        positions = mx.arange(tables.shape[1] * block_size)[None]
+        visible = positions < lengths[:, None]
+        if window is not None:
+            visible = visible & (positions >= lengths[:, None] - window)
+        owned = visible.reshape(*tables.shape, block_size).any(axis=-1)
+        _seen = (tables, lengths, (window, block_size), visible, mx.where(owned, tables, 0))
+    return _seen[3], _seen[4]
+
+
+_seen: tuple[mx.array, mx.array, tuple[int | None, int], mx.array, mx.array] | None = None
+
+
+def _gather(pool: mx.array, blocks: mx.array) -> mx.array:
+    """The rows' K or V as `[rows, kv_heads, positions, head_dim]`."""
+    rows, width = blocks.shape
     block_size, kv_heads, head_dim = pool.shape[1:]
-    owned = visible.reshape(rows, max_blocks, block_size).any(axis=-1)
-    values = pool[mx.where(owned, tables, 0)].reshape(rows, max_blocks * block_size, kv_heads, head_dim)
-    return mx.where(visible[:, :, None, None], values, mx.zeros((), dtype=pool.dtype))
+    return pool[blocks].reshape(rows, width * block_size, kv_heads, head_dim).transpose(0, 2, 1, 3)
 
 
 def _attend(
