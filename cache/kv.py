@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from pagefork import kernels
 from pagefork.cache.blocks import Ids
+from pagefork.kernels.reference import copy_blocks
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -98,6 +99,15 @@ class PagedKVCache:
         in_place = order is not before and order is not k_pool
         self._k[layer], self._v[layer] = k_pool, v_pool
         self._order[layer] = self._written[layer] = order if in_place else None
+
+    def copy_blocks(self, copies: mx.array) -> None:
+        """Do block copies in every layer at once: for pools that are not written in place, instead of `write`'s.
+
+        There each layer's copies would wait for the layers before it.
+        """
+        layers = len(self.layers)
+        pools = copy_blocks([*self._k, *self._v], copies)
+        self._k, self._v = pools[:layers], pools[layers:]
 
     def attend(
         self,

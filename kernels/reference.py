@@ -11,6 +11,7 @@ Shapes, here and in the fused kernels:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -36,11 +37,7 @@ def write_kv(
     step.
     """
     if copies is not None and copies.shape[0]:
-        source, destination = _copied_slots(np.array(copies), k_pool.shape[1])
-        carried = [_flat(pool)[source] for pool in (k_pool, v_pool)]
-        # Evaluated here: a gather that still names the pool would turn the scatter into a copy of it all.
-        mx.eval(carried)
-        k_pool, v_pool = (_scatter(p, rows, destination) for p, rows in zip((k_pool, v_pool), carried, strict=True))
+        k_pool, v_pool = copy_blocks([k_pool, v_pool], copies)
     kept = np.flatnonzero(np.array(slots) >= 0)
     if len(kept) < k.shape[0]:
         chosen = mx.array(kept)
@@ -48,6 +45,17 @@ def write_kv(
     if len(kept):
         k_pool, v_pool = _scatter(k_pool, k, slots), _scatter(v_pool, v, slots)
     return k_pool, v_pool, k_pool if order is None else order
+
+
+def copy_blocks(pools: Sequence[mx.array], copies: mx.array) -> list[mx.array]:
+    """Do block copies, int32 `[n, 3]` as for `write_kv`, in pools of one block size; returns the new pools.
+
+    Waits once for all of them: a gather that still names a pool would turn the scatter into a copy of it all.
+    """
+    source, destination = _copied_slots(np.array(copies), pools[0].shape[1])
+    carried = [_flat(pool)[source] for pool in pools]
+    mx.eval(carried)
+    return [_scatter(pool, rows, destination) for pool, rows in zip(pools, carried, strict=True)]
 
 
 def paged_attention(

@@ -121,6 +121,9 @@ class Engine:
         kv, decodes = self._kv, len(plan.lengths)
         slots = mx.array(plan.slots)
         copies = mx.array(plan.copies) if len(plan.copies) else None
+        if copies is not None and self.facts.depth == 1:
+            kv.copy_blocks(copies)
+            copies = None
         tables, lengths = mx.array(plan.tables), mx.array(plan.lengths)
         longest = int(plan.lengths.max()) if decodes else 0
         segments = [(s, mx.array(s.table)) for s in plan.segments]
