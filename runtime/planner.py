@@ -88,6 +88,7 @@ class Planner:
         width = lanes.width(int(positions.max()) + 1) if len(decodes) else 1
         tokens, places, slots = [lanes.next_token[decodes]], [positions], [lanes.slots(decodes, positions)]
         segments, rows, row = [], list(range(len(decodes))), len(decodes)
+        ended: list[Job] = []  # prompts whose last chunk this is, and which want logits of it
         for job, count in chunks:
             start = job.submit.start + job.planned
             span = np.arange(start, start + count, dtype=np.int32)
@@ -98,12 +99,13 @@ class Planner:
             row += count
             if job.wants_logits and job.planned + count == len(job.submit.tokens):
                 rows.append(row - 1)
+                ended.append(job)
         flat = np.concatenate(places)
         named = jobs + [job for job, _ in chunks]
         named_lanes = np.concatenate([decodes, _lanes_of([job for job, _ in chunks])])
         stops = np.concatenate([positions, [job.submit.start + job.planned + n - 1 for job, n in chunks]]) + 1
-        sampled = jobs + [job for job, n in chunks if job.wants_logits and job.planned + n == len(job.submit.tokens)]
-        sampled_lanes = np.concatenate([decodes, _lanes_of(sampled[len(jobs) :])])
+        sampled = jobs + ended
+        sampled_lanes = np.concatenate([decodes, _lanes_of(ended)])
         feed = lanes.feed[decodes]
         copies = [copy for job in named for copy in job.copies]
         flight = Flight(
