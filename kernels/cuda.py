@@ -1,10 +1,11 @@
 """CUDA launches of the paged-attention kernels, built as data from shapes and dtypes, without a GPU.
 
-`kernels/metal.py` has the same two functions. Inputs are found by name; `dispatch` supplies
+`kernels/metal.py` has the same three functions. Inputs are found by name; `dispatch` supplies
 
-- `k_pool`, `v_pool`, `k`, `v`, `slots`, `q`, `tables`, `lengths`, `sinks`: as in `reference`
+- `k_pool`, `v_pool`, `k`, `v`, `slots`, `qkv`, `positions`, `q`, `tables`, `lengths`, `sinks`: as in `reference`
 - `copies`: int32 `[n, 3]`; `[1, 3]` of zeros where a step copies nothing (then `copies=0` below)
-- `params`: float32 `[4]`: scale, softcap (0 without), window (0 without), 0
+- `params`: float32 `[4]`: scale, softcap (0 without), window (0 without), 0; for a rotation scale, log2 of base, 0, 0
+- `freqs`: of a `Rope`
 - `order`: any array of the pools' dtype with at least 8 elements; only its place in the graph counts
 - what an earlier spec of the same tuple put out
 """
@@ -12,12 +13,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 
-from pagefork.kernels.spec import Attention, KernelSpec, Output
+from pagefork.kernels.spec import Attention, KernelSpec, Output, Rotation
 
 SHARED_MEMORY = 227 * 1024
 """What one block may take of a multiprocessor of compute capability 9.0."""
@@ -28,6 +30,7 @@ _RESERVED = 1024  # shared memory that the system keeps for each block
 _IN_FLIGHT = 144 * 1024  # bytes a multiprocessor asks for ahead: more gains nothing
 _MERGE_THREADS = 128
 _WRITE_THREADS = 128
+_ROTATE_THREADS = 128
 
 
 def write_kv_spec(
@@ -47,6 +50,37 @@ def write_kv_spec(
         (("T", dtype), ("ROW", kv_heads * head_dim), ("BLOCK", block_size)),
         blocks=rows + copies * block_size,
         threads=_WRITE_THREADS,
+    )
+
+
+def rope_and_write_spec(rotation: Rotation, *, rows: int) -> KernelSpec:
+    """One launch that rotates the queries and keys of `rows` rows and writes their keys and values in place.
+
+    Inputs `k_pool, v_pool, qkv, slots, positions, params, order`, and `freqs` where `rotation.freqs`; output `q`
+    `[rows, heads, head_dim]`, also the next `order`.
+    """
+    _check(rotation.dtype, rotation.head_dim, rotation.block_size)
+    vector = math.gcd(rotation.dims // 2, 16 // rotation.dtype.size)  # values that a thread loads at once
+    units = (rotation.heads + 2 * rotation.kv_heads) * rotation.head_dim // (2 * vector)
+    return _spec(
+        "rope_and_write",
+        ("rope_and_write",),
+        "using Step = pagefork::Rotation<T, HEADS, KV_HEADS, D, DIMS, VECTOR, TRADITIONAL>;\n"
+        "Step step{k_pool, v_pool, qkv, slots, positions};\n"
+        f"step.run(params, {'freqs' if rotation.freqs else 'nullptr'}, q);",
+        ("k_pool", "v_pool", "qkv", "slots", "positions", "params", *(("freqs",) if rotation.freqs else ()), "order"),
+        (Output("q", (rows, rotation.heads, rotation.head_dim), rotation.dtype),),
+        (
+            ("T", rotation.dtype),
+            ("HEADS", rotation.heads),
+            ("KV_HEADS", rotation.kv_heads),
+            ("D", rotation.head_dim),
+            ("DIMS", rotation.dims),
+            ("VECTOR", vector),
+            ("TRADITIONAL", rotation.traditional),
+        ),
+        blocks=rows * -(-units // _ROTATE_THREADS),
+        threads=_ROTATE_THREADS,
     )
 
 

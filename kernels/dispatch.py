@@ -12,6 +12,7 @@ order two kernels only where one takes what the other put out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
 
@@ -20,12 +21,12 @@ import mlx.core as mx
 from pagefork.kernels import cuda, metal, reference
 from pagefork.kernels.device import Device, device
 from pagefork.kernels.launch import Launch
-from pagefork.kernels.spec import Attention, Pools
+from pagefork.kernels.spec import Attention, Case, Pools, Rope, Rotation, Variant, pools_of
 
 _LENGTH_STEP = 256
 """Bounds of lengths are rounded up to this, so that a growing sequence finds its launches in the cache."""
 
-_fallbacks: set[Attention | Pools] = set()
+_fallbacks: set[Variant] = set()
 
 
 def write_kv(
@@ -70,6 +71,50 @@ def write_kv(
         }
     )
     return k_pool, v_pool, written["written"]
+
+
+def rope_and_write(
+    k_pool: mx.array,
+    v_pool: mx.array,
+    qkv: mx.array,
+    slots: mx.array,
+    positions: mx.array,
+    *,
+    heads: int,
+    rope: Rope,
+    order: mx.array | None = None,
+    backend: str | None = None,
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Rotate a step's queries and keys and write its keys and values: `reference.rope_and_write` says the shapes.
+
+    On a GPU: one launch, in place. `order` is as for `write_kv`. Returns `(k_pool, v_pool, q, order)`; the attention
+    that reads these rows must be given this `order`. A variant whose self-test failed takes MLX's rope and `write_kv`.
+    """
+    _, block_size, kv_heads, head_dim = k_pool.shape
+    dtype, periods = k_pool.dtype, rope.freqs is not None
+    rotation = Rotation(dtype, heads, kv_heads, head_dim, block_size, rope.dims, rope.traditional, periods)
+    target = _target(backend, rotation)
+    if target.backend == "reference":
+        q, k, v = reference.rotate(qkv, positions, rope, heads, kv_heads, head_dim)
+        k_pool, v_pool, order = write_kv(k_pool, v_pool, k, v, slots, None, order, backend=backend)
+        return k_pool, v_pool, q, order
+    reference.check_width(qkv, heads, kv_heads, head_dim)
+    rows = qkv.shape[0]
+    if rows == 0:
+        return k_pool, v_pool, mx.zeros((0, heads, head_dim), dtype=dtype), _order(order, dtype)
+    arrays = {
+        "k_pool": k_pool,
+        "v_pool": v_pool,
+        "qkv": _cast(qkv, dtype),
+        "slots": _cast(slots, mx.int32),
+        "positions": _cast(positions, mx.int32),
+        "params": _params(rope.scale, math.log2(rope.base) if rope.base is not None else 0.0, 0.0),
+        "order": _order(order, dtype),
+    }
+    if rope.freqs is not None:
+        arrays["freqs"] = _cast(rope.freqs, mx.float32)
+    q = _rotation_launch(target.backend, rotation, rows)(arrays)["q"]
+    return k_pool, v_pool, q, q
 
 
 def paged_attention(
@@ -146,23 +191,24 @@ def prefill_attention(
     )
 
 
-def in_place(cases: Sequence[Attention]) -> bool:
+def in_place(cases: Sequence[Case]) -> bool:
     """Whether every write and read of these cases is fused, so that steps may be in flight together.
 
-    The reference path scatters, which copies a whole pool unless each step is evaluated before the next is built.
+    The reference path scatters, which copies a whole pool unless each step is evaluated before the next is built. A
+    rotation that is not fused does not count: its write is one by itself.
     """
     if device().backend == "reference":
         return False
-    variants = [*cases, *(Pools(c.dtype, c.kv_heads, c.head_dim, c.block_size) for c in cases)]
-    return not _fallbacks.intersection(variants)
+    attentions = [case for case in cases if isinstance(case, Attention)]
+    return not _fallbacks.intersection([*attentions, *map(pools_of, cases)])
 
 
-def fall_back(variant: Attention | Pools) -> None:
+def fall_back(variant: Variant) -> None:
     """From now on, take the reference path for this variant unless a back end is named."""
     _fallbacks.add(variant)
 
 
-def _target(backend: str | None, variant: Attention | Pools) -> Device:
+def _target(backend: str | None, variant: Variant) -> Device:
     found = device()
     if backend is None:
         return found.without_kernels() if _fallbacks and variant in _fallbacks else found
@@ -178,6 +224,12 @@ def _write_launch(backend: str, pools: Pools, rows: int, copies: int) -> Launch:
     module = metal if backend == "metal" else cuda
     spec = module.write_kv_spec(pools.dtype, pools.kv_heads, pools.head_dim, pools.block_size, rows=rows, copies=copies)
     return Launch(backend, spec)
+
+
+@lru_cache(maxsize=4096)
+def _rotation_launch(backend: str, rotation: Rotation, rows: int) -> Launch:
+    module = metal if backend == "metal" else cuda
+    return Launch(backend, module.rope_and_write_spec(rotation, rows=rows))
 
 
 @lru_cache(maxsize=4096)
@@ -197,8 +249,8 @@ def _decode_launches(target: Device, case: Attention, rows: int, width: int, bou
 
 
 @lru_cache(maxsize=256)
-def _params(scale: float, softcap: float, window: float) -> mx.array:
-    return mx.array([scale, softcap, window, 0.0], dtype=mx.float32)
+def _params(first: float, second: float, third: float) -> mx.array:
+    return mx.array([first, second, third, 0.0], dtype=mx.float32)
 
 
 @cache

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from pagefork.kernels.spec import Attention, KernelSpec, Output
+from pagefork.kernels.spec import Attention, KernelSpec, Output, Rotation
 
 SIMD_LANES = 32
 MAX_SPLITS = 128
@@ -118,6 +118,43 @@ def write_kv_spec(
     )
 
 
+def rope_and_write_spec(rotation: Rotation, *, rows: int) -> KernelSpec:
+    """One launch that rotates the queries and keys of `rows` rows and writes their keys and values in place.
+
+    Inputs `k_pool, v_pool, qkv, slots, positions, params, order`, and `freqs` where `rotation.freqs`; output `q`
+    `[rows, heads, head_dim]`, also the next `order`.
+
+    :raises ValueError: where a head or its rotated part is no multiple of 8 values.
+    """
+    if rotation.head_dim % 8 or rotation.dims % 8:
+        raise ValueError("the Metal kernel rotates multiples of 8 values in heads of a multiple of 8")
+    units = (rotation.heads + 2 * rotation.kv_heads) * rotation.head_dim // 8
+    threads = min(128, -(-units // SIMD_LANES) * SIMD_LANES)
+    template = (
+        ("T", rotation.dtype),
+        ("HEADS", rotation.heads),
+        ("KV_HEADS", rotation.kv_heads),
+        ("DIM", rotation.head_dim),
+        ("DIMS", rotation.dims),
+        ("TRADITIONAL", rotation.traditional),
+        ("THREADS", threads),
+    )
+    freqs = ("freqs",) if rotation.freqs else ()
+    inputs = ("k_pool", "v_pool", "qkv", "slots", "positions", "params", *freqs, "order")
+    small = {"slots": rows, "positions": rows, "freqs": rotation.dims // 2}
+    frequency = "1.0f / freqs[i]" if freqs else "precise::exp2(-(float(i) / float(PAIRS)) * params[1])"
+    return KernelSpec(
+        name=_name("rope_and_write", template, inputs, small),
+        source=_text("rope_and_write"),
+        header=f"#define FREQUENCY_OF(i) ({frequency})\n",
+        inputs=inputs,
+        outputs=(Output("q", (rows, rotation.heads, rotation.head_dim), rotation.dtype),),
+        template=template,
+        grid=(threads, -(-units // threads), rows),
+        threadgroup=(threads, 1, 1),
+    )
+
+
 def decode_specs(case: Attention, *, rows: int, max_blocks: int, max_length: int, cores: int) -> tuple[KernelSpec, ...]:
     """The launches of one decode attention, in order; the last one puts out `out` `[rows, heads, head_dim]`.
 
@@ -215,8 +252,8 @@ def _name(
         f"{key.lower()}{_DTYPES[value] if isinstance(value, mx.Dtype) else int(value)}" for key, value in template
     ]
     constants = [name for name in inputs if name in small and small[name] < CONSTANT_BELOW]
-    sinks = ["sinks"] if "sinks" in inputs else []
-    return "_".join(["pagefork", kind, *values, *sinks, *(f"c{name}" for name in constants)])
+    optional = [name for name in ("sinks", "freqs") if name in inputs]
+    return "_".join(["pagefork", kind, *values, *optional, *(f"c{name}" for name in constants)])
 
 
 def _header(sinks: bool, output: Output) -> str:

@@ -4,6 +4,8 @@ Shapes, here and in the fused kernels:
 
 - pools `[num_blocks, block_size, kv_heads, head_dim]`, one for K and one for V in each layer
 - `slots` int32 `[rows]`: `block * block_size + offset`; -1 is ignored
+- `positions` int32 `[rows]`: the place of each row in its sequence
+- `qkv` `[rows, (heads + 2 * kv_heads) * head_dim]`: each row's query heads, then its key heads, then its value heads
 - `tables` int32 `[rows, max_blocks]`: the block ids of each row's sequence; entries past its length may hold anything
 - `lengths` int32 `[rows]`: how many positions of the sequence are visible to the row, its own included
 """
@@ -16,6 +18,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+
+from pagefork.kernels.spec import Rope
 
 
 def write_kv(
@@ -45,6 +49,54 @@ def write_kv(
     if len(kept):
         k_pool, v_pool = _scatter(k_pool, k, slots), _scatter(v_pool, v, slots)
     return k_pool, v_pool, k_pool if order is None else order
+
+
+def rope_and_write(
+    k_pool: mx.array,
+    v_pool: mx.array,
+    qkv: mx.array,
+    slots: mx.array,
+    positions: mx.array,
+    *,
+    heads: int,
+    rope: Rope,
+    order: mx.array | None = None,
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Rotate the rows' queries and keys, and write their keys and values into their slots.
+
+    `qkv` is of the pools' dtype and not yet rotated. A row with slot -1 is rotated, but not written. Returns
+    `(k_pool, v_pool, q, order)`, `q` `[rows, heads, head_dim]`; pools and order are `write_kv`'s.
+
+    :raises ValueError: if the width of `qkv` or `rope.dims` does not suit the heads.
+    """
+    q, k, v = rotate(qkv, positions, rope, heads, *k_pool.shape[2:])
+    k_pool, v_pool, order = write_kv(k_pool, v_pool, k, v, slots, None, order)
+    return k_pool, v_pool, q, order
+
+
+def rotate(
+    qkv: mx.array, positions: mx.array, rope: Rope, heads: int, kv_heads: int, head_dim: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Rotated queries and keys, and values, each `[rows, its heads, head_dim]`."""
+    check_width(qkv, heads, kv_heads, head_dim)
+    split = qkv.reshape(-1, heads + 2 * kv_heads, head_dim)
+    rotated = mx.fast.rope(
+        split[:, : heads + kv_heads, None],
+        rope.dims,
+        traditional=rope.traditional,
+        base=rope.base,
+        scale=rope.scale,
+        offset=positions,
+        freqs=rope.freqs,
+    ).squeeze(2)
+    return rotated[:, :heads], rotated[:, heads:], split[:, heads + kv_heads :]
+
+
+def check_width(qkv: mx.array, heads: int, kv_heads: int, head_dim: int) -> None:
+    """:raises ValueError: if the rows of `qkv` are not of these heads."""
+    width = (heads + 2 * kv_heads) * head_dim
+    if qkv.shape[-1] != width:
+        raise ValueError(f"{heads} + 2 * {kv_heads} heads of {head_dim} make rows of {width}, not {qkv.shape[-1]}")
 
 
 def copy_blocks(pools: Sequence[mx.array], copies: mx.array) -> list[mx.array]:

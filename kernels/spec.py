@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import mlx.core as mx
 
@@ -24,6 +25,49 @@ class Attention:
     softcap: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """A rotary embedding, as `mx.fast.rope` takes it: the first `dims` values of each head are rotated.
+
+    `freqs`: float32 `[dims / 2]`, the *periods* of the pairs over 2 pi, in place of `base`.
+
+    :raises ValueError: if not exactly one of `base` and `freqs` is given, or `freqs` is of another shape.
+    """
+
+    dims: int
+    traditional: bool = False
+    base: float | None = None
+    scale: float = 1.0
+    freqs: mx.array | None = None
+
+    def __post_init__(self) -> None:
+        if (self.base is None) == (self.freqs is None):
+            raise ValueError("a rotary embedding takes either `base` or `freqs`")
+        if self.freqs is not None and self.freqs.shape != (self.dims // 2,):
+            raise ValueError(f"{self.dims} dims rotate by {self.dims // 2} periods, not by {self.freqs.shape}")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What is compiled into a kernel that rotates and writes; `freqs` says whether periods are an input.
+
+    :raises ValueError: if `dims` is odd, or more than a head has.
+    """
+
+    dtype: mx.Dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dims: int
+    traditional: bool = False
+    freqs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dims % 2 or not 2 <= self.dims <= self.head_dim:
+            raise ValueError(f"a head of {self.head_dim} values has no {self.dims} that rotate in pairs")
+
+
 @dataclass(frozen=True)
 class Pools:
     """What is compiled into a writing kernel."""
@@ -32,6 +76,16 @@ class Pools:
     kv_heads: int
     head_dim: int
     block_size: int
+
+
+Case: TypeAlias = Attention | Rotation
+"""What a model asks of the kernels; the writes follow from it."""
+
+Variant: TypeAlias = Case | Pools
+
+
+def pools_of(case: Case) -> Pools:
+    return Pools(case.dtype, case.kv_heads, case.head_dim, case.block_size)
 
 
 @dataclass(frozen=True)

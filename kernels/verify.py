@@ -12,7 +12,7 @@ import structlog
 
 from pagefork.kernels import dispatch, reference
 from pagefork.kernels.device import device
-from pagefork.kernels.spec import Attention, Pools
+from pagefork.kernels.spec import Attention, Case, Pools, Rope, Rotation, Variant, pools_of
 
 _WINDOW, _SOFTCAP = 100, 15.0
 _ROW_COUNTS = (1, 9)  # Metal compiles inputs of fewer than 8 elements otherwise
@@ -29,7 +29,7 @@ class KernelMismatch(RuntimeError):
 class Result:
     """One variant's self-test. `error` is relative to the largest value; infinite where something is not finite."""
 
-    variant: Attention | Pools
+    variant: Variant
     backend: str
     error: float
     tolerance: float
@@ -41,7 +41,7 @@ class Result:
 
 
 def prepare(
-    cases: Sequence[Attention],
+    cases: Sequence[Case],
     *,
     strict: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
@@ -57,17 +57,17 @@ def prepare(
     for result in _check(cases, progress):
         if not result.passed:
             _refuse(result, strict)
-        if isinstance(result.variant, Attention):
+        if not isinstance(result.variant, Pools):
             chosen.append(result.backend if result.passed else "reference")
     return chosen
 
 
-def selftest(cases: Sequence[Attention] | None = None) -> list[Result]:
+def selftest(cases: Sequence[Case] | None = None) -> list[Result]:
     """Test these cases, by default one or more of every feature, dtype and head dim; nothing is switched off by it."""
     return list(_check(default_cases() if cases is None else cases, None))
 
 
-def default_cases() -> list[Attention]:
+def default_cases() -> list[Case]:
     """Few enough to compile in a minute or two, yet every feature, dtype, head dim and block size occurs."""
     return [
         Attention(mx.bfloat16, 32, 8, 128, 16),
@@ -80,12 +80,15 @@ def default_cases() -> list[Attention]:
         Attention(mx.bfloat16, 24, 8, 192, 16),
         Attention(mx.bfloat16, 16, 1, 256, 32, window=True, softcap=True),
         Attention(mx.float32, 8, 1, 128, 8, window=True, sinks=True, softcap=True),
+        Rotation(mx.bfloat16, 32, 8, 128, 16, dims=128),
+        Rotation(mx.float32, 9, 3, 64, 16, dims=64, traditional=True),
+        Rotation(mx.float16, 16, 2, 80, 32, dims=32, freqs=True),
+        Rotation(mx.bfloat16, 14, 2, 96, 16, dims=24, traditional=True),
     ]
 
 
-def _check(cases: Sequence[Attention], progress: Callable[[int, int, str], None] | None) -> Iterator[Result]:
-    pools = dict.fromkeys(Pools(c.dtype, c.kv_heads, c.head_dim, c.block_size) for c in cases)
-    variants: list[Attention | Pools] = [*pools, *cases]
+def _check(cases: Sequence[Case], progress: Callable[[int, int, str], None] | None) -> Iterator[Result]:
+    variants: list[Variant] = [*dict.fromkeys(map(pools_of, cases)), *cases]
     found = device()
     for done, variant in enumerate(variants):
         if progress is not None:
@@ -93,7 +96,7 @@ def _check(cases: Sequence[Attention], progress: Callable[[int, int, str], None]
         tolerance = 1e-2 if variant.dtype == mx.bfloat16 else 2e-3
         error, failure = math.inf, ""
         try:
-            error = _attention_error(variant) if isinstance(variant, Attention) else _write_error(variant)
+            error = _error(variant)
         except Exception as problem:  # a kernel that does not compile is a variant that does not work
             failure = f"{type(problem).__name__}: {problem}"
         yield Result(variant, found.backend, error, tolerance, failure)
@@ -118,16 +121,23 @@ def _refuse(result: Result, strict: bool) -> None:
     )
 
 
-def describe(variant: Attention | Pools) -> str:
+def describe(variant: Variant) -> str:
     """A variant in words, for logs and tables."""
-    dtype = str(variant.dtype).rpartition(".")[2]
+    dtype, size = str(variant.dtype).rpartition(".")[2], f"head_dim={variant.head_dim} block={variant.block_size}"
     if isinstance(variant, Pools):
-        return f"write {dtype} kv_heads={variant.kv_heads} head_dim={variant.head_dim} block={variant.block_size}"
-    features = "".join(f" {name}" for name in ("window", "sinks", "softcap") if getattr(variant, name))
-    return (
-        f"decode {dtype} heads={variant.heads}/{variant.kv_heads} head_dim={variant.head_dim}"
-        f" block={variant.block_size}{features}"
-    )
+        return f"write {dtype} kv_heads={variant.kv_heads} {size}"
+    kind = f"rotate {variant.dims} and write" if isinstance(variant, Rotation) else "decode"
+    optional = ("window", "sinks", "softcap", "traditional", "freqs")
+    features = "".join(f" {name}" for name in optional if getattr(variant, name, False))
+    return f"{kind} {dtype} heads={variant.heads}/{variant.kv_heads} {size}{features}"
+
+
+def _error(variant: Variant) -> float:
+    if isinstance(variant, Attention):
+        return _attention_error(variant)
+    if isinstance(variant, Rotation):
+        return max(_one_rotation_error(variant, rows) for rows in _ROW_COUNTS)
+    return max(_one_write_error(variant, rows, copies) for rows in _ROW_COUNTS for copies in (0, 1, 3))
 
 
 def _attention_error(case: Attention) -> float:
@@ -165,14 +175,14 @@ def _one_attention_error(case: Attention, rng: np.random.Generator, rows: int, l
     expected = reference.paged_attention(
         wide_q, wide_k, wide_v, table, length, scale=scale, window=window, sinks=wide_sink, softcap=softcap
     )
+    return _difference(found, expected)
+
+
+def _difference(found: mx.array, expected: mx.array) -> float:
     if not bool(mx.isfinite(found).all().item()):
         return math.inf
     difference = mx.abs(found.astype(mx.float32) - expected).max() / mx.abs(expected).max()
     return float(np.array(difference))
-
-
-def _write_error(pools: Pools) -> float:
-    return max(_one_write_error(pools, rows, copies) for rows in _ROW_COUNTS for copies in (0, 1, 3))
 
 
 def _one_write_error(pools: Pools, rows: int, copies: int) -> float:
@@ -201,3 +211,27 @@ def _one_write_error(pools: Pools, rows: int, copies: int) -> float:
                 flat[slot] = written[row]
         error = max(error, float(np.abs(np.array(pool.astype(mx.float32)) - expected).max()))
     return error
+
+
+def _one_rotation_error(rotation: Rotation, rows: int) -> float:
+    """Rows go to a block each, one of them nowhere; the queries and both pools are compared."""
+    rng = np.random.default_rng(rows)
+    size, pairs, base = rotation.block_size, rotation.dims // 2, 10000.0
+    pool = (1 + rows, size, rotation.kv_heads, rotation.head_dim)
+    shapes = (pool, pool, (rows, (rotation.heads + 2 * rotation.kv_heads) * rotation.head_dim))
+    before = [rng.integers(-8, 8, shape).astype(np.float32) for shape in shapes]
+    slots = mx.array([-1 if row == 1 else (1 + row) * size + row % size for row in range(rows)])
+    positions = mx.array(rng.integers(0, 1000, rows).astype(np.int32))
+    periods = mx.array((base ** (np.arange(pairs) / pairs)).astype(np.float32)) if rotation.freqs else None
+    rope = Rope(rotation.dims, rotation.traditional, None if rotation.freqs else base, 0.5, periods)
+
+    def turn(function: Callable[..., tuple[mx.array, ...]], dtype: mx.Dtype) -> tuple[mx.array, ...]:
+        arrays = [mx.array(array).astype(dtype) for array in before]
+        mx.eval(arrays)
+        made = function(*arrays, slots, positions, heads=rotation.heads, rope=rope)
+        mx.eval(made)
+        mx.synchronize()
+        return made[:3]
+
+    found, expected = turn(dispatch.rope_and_write, rotation.dtype), turn(reference.rope_and_write, mx.float32)
+    return max(map(_difference, found, expected))

@@ -124,6 +124,18 @@ def softmax(scores: np.ndarray, softcap: float | None, sink: float | None) -> np
     return weights / (total if sink is None else total + np.exp(sink - top))
 
 
+def rotate(x: np.ndarray, angles: np.ndarray, traditional: bool) -> np.ndarray:
+    """`x` `[rows, heads, head_dim]`, whose first pairs of values turn by `angles` `[rows, dims / 2]`."""
+    pairs = angles.shape[1]
+    near, far = slice(0, pairs), slice(pairs, 2 * pairs)
+    if traditional:
+        near, far = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    turned = (x[..., near] + 1j * x[..., far]) * np.exp(1j * angles)[:, None]
+    out = x.copy()
+    out[..., near], out[..., far] = turned.real, turned.imag
+    return out
+
+
 def error(found: mx.array, expected: np.ndarray) -> float:
     """The largest difference, relative to the largest expected value; infinite where anything is not finite."""
     values = to_numpy(found)

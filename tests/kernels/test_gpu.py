@@ -8,10 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pagefork.kernels import paged_attention, prefill_attention, selftest, write_kv
+from pagefork.kernels import Rope, paged_attention, prefill_attention, rope_and_write, selftest, write_kv
 from pagefork.kernels.device import device
 
-from .oracle import attend, error, random_case, to_numpy
+from .oracle import attend, error, random_case, rotate, to_numpy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -198,3 +198,102 @@ def test_order_keeps_each_step_between_its_write_and_the_next(reader: str) -> No
     found = to_numpy(mx.stack(outputs))
     expected = np.broadcast_to((np.arange(steps) % 128)[:, None, None, None], found.shape)
     np.testing.assert_allclose(found, expected, rtol=1e-2)
+
+
+def random_turn(rows: int, dtype: mx.Dtype, dim: int = 128, kv_heads: int = 2, heads: int = 6) -> list[mx.array]:
+    """Pools, joint rows and their slots, of which some are -1."""
+    shapes = (rows + 1, 16, kv_heads, dim), (rows + 1, 16, kv_heads, dim), (rows, (heads + 2 * kv_heads) * dim)
+    arrays = [mx.random.normal(shape).astype(dtype) for shape in shapes]
+    slots = np.random.default_rng(rows).permutation((rows + 1) * 16)[:rows]
+    slots[1::5] = -1
+    arrays.append(mx.array(slots.astype(np.int32)))
+    mx.eval(arrays)
+    return arrays
+
+
+def periods_of(base: float, dims: int) -> mx.array:
+    return mx.array((base ** (np.arange(dims // 2) / (dims // 2))).astype(np.float32))
+
+
+def check_rotation(dtype: mx.Dtype, rope: Rope, dim: int, furthest: int = 4096, tolerance: float | None = None) -> None:
+    """Against the reference path on the same device, which is `mx.fast.rope` and a scatter."""
+    for rows in (1, 32, 200):
+        arrays = random_turn(rows, dtype, dim)
+        positions = mx.random.randint(0, furthest, (rows,))
+        positions[-1] = furthest
+        options = {"heads": 6, "rope": rope}
+        expected = rope_and_write(*arrays, positions, **options, backend="reference")[:3]
+        mx.eval(expected)
+        k_pool, v_pool, q, order = rope_and_write(*arrays, positions, **options, backend=device().backend)
+        mx.eval(order)
+        mx.synchronize()
+        assert k_pool is arrays[0] and v_pool is arrays[1]
+        assert order.size >= 8 and order.dtype == dtype
+        for found, wanted in zip((k_pool, v_pool, q), expected, strict=True):
+            assert error(found, to_numpy(wanted)) <= (TOLERANCE[dtype] if tolerance is None else tolerance)
+        assert mx.array_equal(v_pool, expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("traditional", [False, True], ids=["halves", "neighbours"])
+def test_rotations(dtype: mx.Dtype, dim: int, traditional: bool) -> None:
+    check_rotation(dtype, Rope(dim, traditional, base=10000.0), dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [16, 24, 32, 64, *([2, 20] if mx.cuda.is_available() else [])])
+@pytest.mark.parametrize("traditional", [False, True], ids=["halves", "neighbours"])
+def test_rotations_of_a_part_of_a_head(dtype: mx.Dtype, dims: int, traditional: bool) -> None:
+    check_rotation(dtype, Rope(dims, traditional, base=10000.0, scale=0.25), 80)
+    check_rotation(dtype, Rope(dims, traditional, freqs=periods_of(500_000.0, dims) * 2), 80)
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="on Metal MLX's own rope uses fast functions")
+@pytest.mark.parametrize("base", [10_000.0, 500_000.0, 1_000_000.0])
+def test_rotations_at_large_positions_are_those_of_mlx(base: float) -> None:
+    check_rotation(mx.float32, Rope(128, base=base), 128, furthest=131_072, tolerance=1e-6)
+    check_rotation(mx.float32, Rope(128, freqs=periods_of(base, 128)), 128, furthest=131_072, tolerance=1e-6)
+
+
+def test_rotations_at_large_positions_are_exact() -> None:
+    """Cosine and sine of the angle in float32, which periods determine to the last bit."""
+    periods = periods_of(10_000.0, 128)
+    *arrays, slots = random_turn(32, mx.float32)
+    positions = np.random.default_rng(0).integers(100_000, 1_000_000, 32)
+    before = to_numpy(arrays[2]).reshape(32, -1, 128)[:, :6]
+    options = {"heads": 6, "rope": Rope(128, freqs=periods), "backend": device().backend}
+    _, _, q, _ = rope_and_write(*arrays, slots, mx.array(positions.astype(np.int32)), **options)
+    angles = positions.astype(np.float32)[:, None] * (np.float32(1) / np.array(periods))
+    assert error(q, rotate(before, angles.astype(np.float64), False)) <= 1e-6
+
+
+def test_pipelined_rotations_stay_between_the_reads_around_them() -> None:
+    """Every step overwrites the last position that the step before attends to, and nothing is awaited."""
+    length, rows, steps, heads, scale = 2048, 32, 60, 32, 128**-0.5
+    width = length // 16
+    tables = mx.array(np.random.default_rng(0).permutation(rows * width).reshape(rows, width).astype(np.int32))
+    slots = tables[:, -1] * 16 + 15
+    start = [mx.random.normal((rows * width, 16, 8, 128)).astype(mx.bfloat16) for _ in range(2)]
+    qkv = mx.random.normal((steps, rows, (heads + 16) * 128)).astype(mx.bfloat16) * 2
+    lengths, rope = mx.full((rows,), length, dtype=mx.int32), Rope(128, base=500_000.0)
+    positions = [mx.full((rows,), length + 7 * step, dtype=mx.int32) for step in range(steps)]
+    mx.eval(tables, slots, start, qkv, lengths, positions)
+
+    def outputs(backend: str, await_steps: bool) -> list[mx.array]:
+        k_pool, v_pool = (pool + 0 for pool in start)
+        mx.eval(k_pool, v_pool)
+        order, made = None, []
+        for step in range(steps):
+            k_pool, v_pool, q, order = rope_and_write(
+                k_pool, v_pool, qkv[step], slots, positions[step], heads=heads, rope=rope, order=order, backend=backend
+            )
+            options = {"scale": scale, "order": order, "backend": backend}
+            order = paged_attention(q, k_pool, v_pool, tables, lengths, **options)
+            made.append(order)
+            (mx.eval if await_steps else mx.async_eval)(order, k_pool)
+        return made
+
+    found, expected = outputs(device().backend, False), outputs("reference", True)
+    for one, other in zip(found, expected, strict=True):
+        assert error(one, to_numpy(other)) <= 1e-2

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagefork.kernels import paged_attention, prefill_attention, write_kv
+from pagefork.kernels import Rope, paged_attention, prefill_attention, rope_and_write, write_kv
 
-from .oracle import attend, error, random_case, rounded, softmax, to_mlx, to_numpy
+from .oracle import attend, error, random_case, rotate, rounded, softmax, to_mlx, to_numpy
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 
@@ -111,6 +111,89 @@ def test_write_copies_then_writes_and_leaves_the_rest(seed, rows, copies, filled
     mx.eval(k_pool, v_pool, order)  # on a GPU, the write happens when `order` is computed
     np.testing.assert_array_equal(to_numpy(k_pool), expected[0])
     np.testing.assert_array_equal(to_numpy(v_pool), expected[1])
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    rows=st.integers(1, 9),
+    ignored=st.integers(0, 9),
+    dims=st.sampled_from([2, 8, 20, 32]),
+    traditional=st.booleans(),
+    freqs=st.booleans(),
+    scale=st.sampled_from([1.0, 0.25]),
+)
+def test_rotation_turns_queries_and_keys_and_writes(
+    seed, dtype, rows, ignored, dims, traditional, freqs, scale
+) -> None:
+    rng = np.random.default_rng(seed)
+    before = rounded(rng.standard_normal((2, 12, 8, 2, 32)), dtype)
+    qkv = rounded(rng.standard_normal((rows, 5 + 2 + 2, 32)), dtype)
+    slots = rng.permutation(96)[:rows].astype(np.int32)
+    slots[rng.permutation(rows)[:ignored]] = -1
+    positions = rng.integers(0, 1000, rows).astype(np.int32)
+    periods = 500.0 ** (np.arange(dims // 2) / (dims // 2)) * (3 if freqs else 1)
+    base, given = (None, mx.array(periods.astype(np.float32))) if freqs else (500.0, None)
+    k_pool, v_pool, q, order = rope_and_write(
+        *(to_mlx(pool, dtype) for pool in before),
+        to_mlx(qkv.reshape(rows, -1), dtype),
+        mx.array(slots),
+        mx.array(positions),
+        heads=5,
+        rope=Rope(dims, traditional, base, scale, given),
+        backend="reference",
+    )
+    mx.eval(k_pool, v_pool, q, order)
+    turned = rotate(qkv[:, :7], positions[:, None] * scale / periods, traditional)
+    expected = before.copy()
+    expected.reshape(2, -1, 2, 32)[0, slots[slots >= 0]] = turned[slots >= 0, 5:]
+    expected.reshape(2, -1, 2, 32)[1, slots[slots >= 0]] = qkv[slots >= 0, 7:]
+    tolerance = max(TOLERANCE[dtype], 2e-4)  # of an angle in float32
+    assert error(q, turned[:, :5]) <= tolerance
+    assert error(k_pool, expected[0]) <= tolerance
+    np.testing.assert_array_equal(to_numpy(v_pool), expected[1])
+    untouched = np.delete(np.arange(96), slots[slots >= 0])
+    np.testing.assert_array_equal(
+        to_numpy(k_pool).reshape(96, 2, 32)[untouched], before[0].reshape(96, 2, 32)[untouched]
+    )
+
+
+def test_a_rotation_is_what_mlx_makes_of_each_head() -> None:
+    rope, positions = Rope(16, base=10000.0), mx.array([131_072, 7])
+    pools, qkv = [mx.zeros((2, 8, 1, 32)) for _ in range(2)], mx.random.normal((2, 4 * 32))
+    _, _, q, _ = rope_and_write(*pools, qkv, mx.array([-1, -1]), positions, heads=2, rope=rope, backend="reference")
+    for row, head in ((0, 0), (0, 1), (1, 1)):
+        one = qkv.reshape(2, 4, 1, 1, 32)[row, head][None]
+        options = {"traditional": False, "base": 10000.0, "scale": 1.0, "offset": int(positions[row].item())}
+        assert error(q[row, head], to_numpy(mx.fast.rope(one, 16, **options)).reshape(32)) <= 1e-6
+
+
+def test_no_rows_change_nothing() -> None:
+    pools = [mx.ones((2, 8, 1, 32)) for _ in range(2)]
+    nothing = mx.zeros((0,), dtype=mx.int32)
+    *after, q, _ = rope_and_write(*pools, mx.zeros((0, 128)), nothing, nothing, heads=2, rope=Rope(32, base=10.0))
+    assert q.shape == (0, 2, 32)
+    assert all(mx.array_equal(*pair) for pair in zip(pools, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"width": 96},
+        {"dims": 34},
+        {"dims": 7},
+        {"base": None},
+        {"freqs": mx.ones(16)},
+        {"base": None, "freqs": mx.ones(15)},
+    ],
+)
+def test_a_rotation_that_does_not_suit_is_refused(wrong: dict) -> None:
+    values = {"width": 128, "dims": 32, "base": 10.0, "freqs": None} | wrong
+    pools, one = [mx.ones((2, 8, 1, 32)) for _ in range(2)], mx.array([0])
+    with pytest.raises(ValueError, match=r"heads of|rotate in pairs|either `base` or `freqs`|by 16 periods"):
+        rope = Rope(values["dims"], base=values["base"], freqs=values["freqs"])
+        rope_and_write(*pools, mx.zeros((1, values["width"])), one, one, heads=2, rope=rope)
 
 
 def test_an_unknown_back_end_is_refused() -> None:

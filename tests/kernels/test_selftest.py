@@ -6,9 +6,10 @@ import mlx.core as mx
 import pytest
 import structlog
 
-from pagefork.kernels import Attention, KernelMismatch, dispatch, prepare, verify
+from pagefork.kernels import Attention, KernelMismatch, Rotation, dispatch, prepare, verify
 
 CASE = Attention(mx.float32, heads=4, kv_heads=2, head_dim=32, block_size=8, window=True, sinks=True, softcap=True)
+ROTATION = Rotation(mx.float32, heads=4, kv_heads=2, head_dim=32, block_size=8, dims=16)
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +22,16 @@ def forget_fallbacks():
 def broken(monkeypatch):
     right = dispatch.paged_attention
     monkeypatch.setattr(dispatch, "paged_attention", lambda *args, **options: right(*args, **options) * 1.01)
+
+
+@pytest.fixture
+def broken_rotation(monkeypatch):
+    right = dispatch.rope_and_write
+
+    def late(k_pool, v_pool, qkv, slots, positions, **options):
+        return right(k_pool, v_pool, qkv, slots, positions + 1, **options)
+
+    monkeypatch.setattr(dispatch, "rope_and_write", late)
 
 
 @pytest.fixture
@@ -52,6 +63,20 @@ def test_a_write_that_does_not_land_is_noticed(broken_write) -> None:
     with structlog.testing.capture_logs() as logs:
         prepare([CASE])
     assert "write float32" in logs[0]["variant"]
+
+
+def test_a_rotation_is_prepared_beside_the_attention_of_its_pools() -> None:
+    seen = []
+    chosen = prepare([CASE, ROTATION], strict=True, progress=lambda done, total, label: seen.append(label))
+    assert chosen == [verify.device().backend] * 2
+    assert [label.partition(" ")[0] for label in seen] == ["write", "decode", "rotate", ""]
+
+
+def test_a_rotation_by_the_wrong_angle_is_noticed(broken_rotation) -> None:
+    with structlog.testing.capture_logs() as logs:
+        assert prepare([CASE, ROTATION]) == [verify.device().backend, "reference"]
+    assert dispatch._fallbacks == {ROTATION}
+    assert "rotate 16 and write float32 heads=4/2" in logs[0]["variant"]
 
 
 def test_strict_raises(broken) -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from pagefork.kernels import cuda, metal
-from pagefork.kernels.spec import Attention
+from pagefork.kernels.spec import Attention, Rotation
 
 BASE = Attention(mx.bfloat16, heads=16, kv_heads=4, head_dim=128, block_size=16)
 OTHERS = (
@@ -22,6 +22,17 @@ OTHERS = (
     replace(BASE, window=True),
     replace(BASE, sinks=True),
     replace(BASE, softcap=True),
+)
+ROTATION = Rotation(mx.bfloat16, heads=8, kv_heads=2, head_dim=128, block_size=16, dims=128)
+ROTATIONS = (
+    replace(ROTATION, dtype=mx.float16),
+    replace(ROTATION, heads=16),
+    replace(ROTATION, heads=10, kv_heads=1),
+    replace(ROTATION, head_dim=256),
+    replace(ROTATION, dims=64),
+    replace(ROTATION, traditional=True),
+    replace(ROTATION, freqs=True),
+    replace(ROTATION, dims=8, freqs=True),
 )
 SIZES = {"rows": 9, "max_blocks": 40, "max_length": 640, "cores": 132}
 
@@ -36,18 +47,25 @@ def test_a_name_stands_for_one_text_and_one_set_of_constants(module) -> None:
     specs = [spec for case in (BASE, *OTHERS) for spec in module.decode_specs(case, **SIZES)]
     for size, dtype, dim in itertools.product((8, 16), (mx.float16, mx.bfloat16), (64, 128)):
         specs.append(module.write_kv_spec(dtype, 4, dim, size, rows=9, copies=3))
+    specs += [module.rope_and_write_spec(kind, rows=9) for kind in (ROTATION, *ROTATIONS)]
     for one, other in itertools.combinations(specs, 2):
         if one.name == other.name:
             assert compiled(one) == compiled(other)
         else:
             assert compiled(one) != compiled(other)
-    assert len({spec.name for spec in specs}) > len(OTHERS) + 8
+    assert len({spec.name for spec in specs}) > len(OTHERS) + 8 + len(ROTATIONS)
 
 
 @pytest.mark.parametrize("variant", OTHERS, ids=str)
 def test_each_constant_changes_some_name(variant: Attention) -> None:
     names = [{spec.name for spec in cuda.decode_specs(case, **SIZES)} for case in (BASE, variant)]
     assert names[0] != names[1]
+
+
+@pytest.mark.parametrize("module", [cuda, metal], ids=["cuda", "metal"])
+def test_each_constant_of_a_rotation_changes_its_name(module) -> None:
+    names = {module.rope_and_write_spec(kind, rows=9).name for kind in (ROTATION, *ROTATIONS)}
+    assert len(names) == 1 + len(ROTATIONS)
 
 
 def test_the_number_of_rows_compiles_nothing_new() -> None:
@@ -58,6 +76,7 @@ def test_the_number_of_rows_compiles_nothing_new() -> None:
     }
     assert len(names) == 1
     assert len({cuda.write_kv_spec(mx.float16, 2, 64, 16, rows=r, copies=c).name for r in (1, 9) for c in (0, 4)}) == 1
+    assert len({cuda.rope_and_write_spec(ROTATION, rows=rows).name for rows in (1, 9)}) == 1
 
 
 def test_a_change_of_the_text_changes_the_name(monkeypatch) -> None:
@@ -82,9 +101,28 @@ def test_every_shape_fits_the_device(dtype: mx.Dtype, limit: int) -> None:
         assert attend.grid[0] == attend.threadgroup[0] * (attend.grid[0] // attend.threadgroup[0])
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
+def test_a_rotation_has_a_thread_for_every_two_vectors(dtype: mx.Dtype) -> None:
+    for head_dim, part in itertools.product((64, 80, 96, 128, 256), (1, 2, 4, 8)):
+        kind = Rotation(dtype, 8, 2, head_dim, 16, head_dim // part // 2 * 2)
+        spec = cuda.rope_and_write_spec(kind, rows=3)
+        vector = dict(spec.template)["VECTOR"]
+        assert kind.dims // 2 % vector == 0 and vector * dtype.size <= 16
+        assert head_dim // (2 * vector) * 12 * 3 <= spec.grid[0] < head_dim // (2 * vector) * 12 * 3 + 3 * 128
+        assert spec.grid[0] % (3 * spec.threadgroup[0]) == 0
+
+
+@pytest.mark.parametrize("dims", [0, 7, 130])
+def test_a_rotation_of_what_a_head_has_not_is_refused(dims: int) -> None:
+    with pytest.raises(ValueError, match="rotate in pairs"):
+        replace(ROTATION, dims=dims)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"head_dim": 100}, {"head_dim": 272}, {"block_size": 12}, {"dtype": mx.int32}], ids=str
 )
 def test_what_the_kernels_do_not_take_is_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match="the CUDA kernels take"):
         cuda.decode_specs(replace(BASE, **wrong), **SIZES)
+    with pytest.raises(ValueError, match="the CUDA kernels take"):
+        cuda.rope_and_write_spec(replace(ROTATION, dims=64, **wrong), rows=1)
