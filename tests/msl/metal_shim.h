@@ -116,6 +116,7 @@ typedef vec<float, 4> float4;
 typedef vec<uint, 3> uint3;
 
 inline float4 operator+(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+inline float4 operator-(float4 a, float4 b) { return {a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w}; }
 inline float4 operator*(float4 a, float4 b) { return {a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
 inline float4 operator*(float4 a, float b) { return a * float4(b); }
 inline float4 operator*(float a, float4 b) { return float4(a) * b; }
@@ -143,6 +144,9 @@ inline float exp2(float a) { return msl::exp2(a); }
 }  // namespace fast
 namespace precise {
 inline float tanh(float a) { return msl::tanh(a); }
+inline float exp2(float a) { return msl::exp2(a); }
+inline float cos(float a) { return msl::cos(a); }
+inline float sin(float a) { return msl::sin(a); }
 }  // namespace precise
 
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };

@@ -51,7 +51,7 @@ int clamp(int, int, int);
 float dot(float4, float4);
 float4 fma(float4, float4, float4);
 namespace fast { float exp2(float); }
-namespace precise { float tanh(float); }
+namespace precise { float tanh(float); float exp2(float); float cos(float); float sin(float); }
 template <typename T> T simd_shuffle(T, ushort);
 template <typename T> T simd_shuffle_xor(T, ushort);
 float simd_max(float);

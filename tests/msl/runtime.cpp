@@ -482,6 +482,8 @@ uint16_t float_to_half(float value) {
 float exp2(float value) { return std::exp2(value); }
 float exp(float value) { return std::exp(value); }
 float tanh(float value) { return std::tanh(value); }
+float cos(float value) { return std::cos(value); }
+float sin(float value) { return std::sin(value); }
 float fma(float a, float b, float c) { return std::fma(a, b, c); }
 
 int run(Launch* launch, void (*kernel)(Launch*)) {

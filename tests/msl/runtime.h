@@ -64,6 +64,8 @@ uint16_t float_to_half(float value);
 float exp2(float value);
 float exp(float value);
 float tanh(float value);
+float cos(float value);
+float sin(float value);
 float fma(float a, float b, float c);
 
 constexpr size_t VALUE_SIZE = 16;

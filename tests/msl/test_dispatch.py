@@ -13,7 +13,7 @@ import pytest
 
 from pagefork.kernels import dispatch, verify
 from pagefork.kernels.device import Device
-from pagefork.kernels.spec import KernelSpec, Output
+from pagefork.kernels.spec import KernelSpec, Output, Rope, Rotation
 
 from .harness import Array, run
 
@@ -65,6 +65,7 @@ def metal_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = mx.default_device()
     mx.set_default_device(mx.cpu)
     yield
+    dispatch._fallbacks.clear()
     mx.set_default_device(before)
     for cache in caches:
         cache.cache_clear()
@@ -102,3 +103,24 @@ def test_a_sequence_decodes_step_by_step(dtype: mx.Dtype) -> None:
         stacked = (mx.concatenate(rows).transpose(1, 0, 2)[None].astype(mx.float32) for rows in (keys, values))
         wanted = mx.fast.scaled_dot_product_attention(q[:, :, None].astype(mx.float32), *stacked, scale=0.125)
         assert mx.abs(out.astype(mx.float32) - wanted[:, :, 0]).max().item() <= (1e-2 if dtype == mx.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("sound", [True, False], ids=["fused", "fallen back"])
+def test_a_rotated_step_is_written_in_place(sound: bool) -> None:
+    """Also where the rotation is MLX's own, after a self-test that failed."""
+    rotation = Rotation(mx.float32, heads=6, kv_heads=2, head_dim=64, block_size=8, dims=32)
+    if not sound:
+        dispatch.fall_back(rotation)
+    assert dispatch.in_place([rotation])
+    rng = np.random.default_rng(0)
+    before = [rng.standard_normal(shape).astype(np.float32) for shape in [(3, 8, 2, 64)] * 2 + [(2, 10 * 64)]]
+    options = {"heads": 6, "rope": Rope(32, base=10000.0, scale=0.5)}
+    slots, positions = mx.array([17, -1]), mx.array([500, 3])
+    expected = dispatch.rope_and_write(*map(mx.array, before), slots, positions, **options, backend="reference")
+    k_pool, v_pool, qkv = map(mx.array, before)
+    addresses = [shared(pool).ctypes.data for pool in (k_pool, v_pool)]
+    *pools, q, order = dispatch.rope_and_write(k_pool, v_pool, qkv, slots, positions, **options)
+    assert [shared(pool).ctypes.data for pool in pools] == addresses
+    assert order.size >= 8
+    for found, wanted in zip((*pools, q), expected, strict=False):
+        np.testing.assert_allclose(shared(found), shared(wanted), atol=2e-4)

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from pagefork.kernels import metal
-from pagefork.kernels.spec import Attention, KernelSpec
+from pagefork.kernels.spec import Attention, KernelSpec, Rotation
 
 from .cases import TOLERANCE, Case, Mutation, Options, attend, error, expected, make_case, variant
 from .faults import FAULTS, Fault
 from .harness import KernelFault
+from .rotations import make_turn, tolerance, turn_error
 from .writes import make_step, right
 
 BASE = Attention(mx.float16, heads=4, kv_heads=2, head_dim=64, block_size=16)
@@ -31,6 +32,13 @@ DECODES: dict[str, tuple[Case, int]] = {
     "softcap": (make_case(variant(BASE, softcap=True), RAGGED, Options(softcap=3.0)), SPLIT),
 }
 
+# Heads of which a part is rotated, more of them than one threadgroup takes.
+TURN = Rotation(mx.float16, heads=20, kv_heads=4, head_dim=64, block_size=16, dims=32)
+TURNS = {
+    check: make_turn(kind, slots=[37, -1, 3], positions=[5, 90, 700], scale=0.5)
+    for check, kind in {"turn": TURN, "neighbours": replace(TURN, traditional=True)}.items()
+}
+
 
 def unchanged(spec: KernelSpec) -> KernelSpec:
     return spec
@@ -41,6 +49,8 @@ def passes(check: str, mutation: Mutation) -> bool:
     try:
         if check == "write":
             return right(make_step(mx.float16, slots=[70, -1, 127], copies=[(1, 5, 9), (2, 3, 16)]), mutation=mutation)
+        if check in TURNS:
+            return turn_error(TURNS[check], mutation=mutation) <= tolerance(TURN.dtype)
         case, cores = DECODES[check]
         with np.errstate(all="ignore"):
             return error(attend(case, cores=cores, mutation=mutation).out, expected(case)) <= TOLERANCE[BASE.dtype]
@@ -61,7 +71,7 @@ def seeded(fault: Fault) -> Mutation:
     return change
 
 
-@pytest.mark.parametrize("check", [*DECODES, "write"])
+@pytest.mark.parametrize("check", [*DECODES, *TURNS, "write"])
 def test_the_trials_pass_without_a_fault(check: str) -> None:
     assert passes(check, unchanged)
 

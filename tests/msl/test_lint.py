@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from pagefork.kernels import metal
-from pagefork.kernels.spec import Attention, KernelSpec
+from pagefork.kernels.spec import Attention, KernelSpec, Rotation
 
 from .lint import lint, lint_text, threadgroup_bytes
 from .test_decode import DTYPES, HEAD_DIMS
@@ -20,6 +20,9 @@ def launches() -> Iterator[KernelSpec]:
     """Every dtype, head dim and block size with GQA ratios from 1 to 128, with and without splits."""
     for dtype, dim, block in itertools.product(DTYPES, HEAD_DIMS, (8, 16, 32)):
         yield metal.write_kv_spec(dtype, 8, dim, block, rows=5, copies=2)
+        for traditional, freqs in itertools.product((False, True), repeat=2):
+            rotation = Rotation(dtype, 16, 8, dim, block, dim // 16 * 8, traditional, freqs)
+            yield metal.rope_and_write_spec(rotation, rows=9)
         for group in (1, 2, 3, 4, 5, 7, 8, 12, 16, 24, 48, 71, 128):
             case = Attention(dtype, 2 * group, 2, dim, block, sinks=group % 2 == 0)
             for length in (100, 100_000):
@@ -40,7 +43,7 @@ def test_sizes_of_every_variant() -> None:
 
 def test_the_text_of_every_kernel() -> None:
     texts = {(spec.header, spec.source): spec for spec in launches()}
-    assert len(texts) >= 8
+    assert len(texts) >= 10
     for spec in texts.values():
         assert lint(spec) == [], spec.name
 

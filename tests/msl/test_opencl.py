@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from pagefork.kernels import metal
-from pagefork.kernels.spec import Attention, KernelSpec
+from pagefork.kernels.spec import Attention, KernelSpec, Rotation
 
 from .opencl import compiler, complaints, intermediate_code, opencl_text
 from .translate import Parameter
@@ -24,17 +24,18 @@ def specs() -> Iterator[KernelSpec]:
         case = Attention(dtype, 2 * group, 2, dim, 16, window=True, sinks=True, softcap=True)
         yield from metal.decode_specs(case, rows=3, max_blocks=20, max_length=length, cores=10)
     yield metal.write_kv_spec(mx.float16, 2, 64, 16, rows=3, copies=1)
+    for dtype, traditional, freqs in ((mx.float16, False, False), (mx.float32, True, True)):
+        yield metal.rope_and_write_spec(Rotation(dtype, 4, 2, 64, 16, 32, traditional, freqs), rows=3)
 
 
 def text_of(spec: KernelSpec) -> str:
     dtype = dict(spec.template)["T"]
     assert isinstance(dtype, mx.Dtype)
-    small = {"tables": (3, 20), "lengths": (3,), "slots": (3,), "copies": (1, 3)}
+    small = {"tables": (3, 20), "lengths": (3,), "slots": (3,), "positions": (3,), "copies": (1, 3)}
     inputs = {name: Parameter(name, dtype, (9, 16, 2, 64)) for name in spec.inputs}
     inputs |= {name: Parameter(name, mx.int32, shape) for name, shape in small.items()}
-    inputs |= {
-        name: Parameter(name, mx.float32, shape) for name, shape in (("params", (4,)), ("partial", (3, 8, 2, 68)))
-    }
+    floats = {"params": (4,), "freqs": (16,), "partial": (3, 8, 2, 68)}
+    inputs |= {name: Parameter(name, mx.float32, shape) for name, shape in floats.items()}
     return opencl_text(spec, inputs)
 
 

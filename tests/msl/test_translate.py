@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from pagefork.kernels import metal
-from pagefork.kernels.spec import Attention, KernelSpec
+from pagefork.kernels.spec import Attention, KernelSpec, Rotation
 
 from .translate import Parameter, metal_text, translate
 
@@ -26,6 +26,8 @@ def parameters(spec: KernelSpec, rows: int) -> dict[str, Parameter]:
         "tables": (mx.int32, (rows, 40)),
         "lengths": (mx.int32, (rows,)),
         "slots": (mx.int32, (rows,)),
+        "positions": (mx.int32, (rows,)),
+        "freqs": (mx.float32, (8,)),
         "copies": (mx.int32, (rows, 3)),
         "params": (mx.float32, (4,)),
         "partial": (mx.float32, (rows, 8, 5, 68)),
@@ -37,6 +39,8 @@ def parameters(spec: KernelSpec, rows: int) -> dict[str, Parameter]:
 def specs(rows: int) -> list[KernelSpec]:
     return [
         metal.write_kv_spec(mx.float32, 2, 64, 16, rows=rows, copies=rows),
+        metal.rope_and_write_spec(Rotation(mx.float16, 4, 2, 64, 16, 64), rows=rows),
+        metal.rope_and_write_spec(Rotation(mx.bfloat16, 4, 2, 64, 16, 16, freqs=True), rows=rows),
         *metal.decode_specs(NARROW, rows=rows, max_blocks=40, max_length=600, cores=8),
         *metal.decode_specs(NARROW, rows=rows, max_blocks=40, max_length=90, cores=8),
         *metal.decode_specs(WIDE, rows=rows, max_blocks=40, max_length=600, cores=8),
