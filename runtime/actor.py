@@ -183,29 +183,34 @@ class Actor:
         then either it did nothing, or it was done and `late` is called with the answer before the cancellation
         goes on. Raises DeadlineExceeded, and what the actor raises; WorkerDied at once if it is dead.
         """
-        reply = Reply()
-        envelope = Envelope(message, reply)
+        if deadline is None:
+            return await self._exchange(message, urgent, late)
         with anyio.move_on_after(deadline):
-            if urgent:
-                self._check()
-                self.urge(envelope)
-            else:
-                await self._put(envelope)
-            try:
-                await reply.settled()
-            except anyio.get_cancelled_exc_class():
-                if late is not None:
-                    reply.abandon(late)
-                self.withdraw(envelope)
-                with anyio.CancelScope(shield=True):
-                    await reply.settled()
-                raise
-            if reply.withdrawn:
-                raise WorkerDied(f"{self.name} withdrew the request")
-            return reply.result()
+            return await self._exchange(message, urgent, late)
         raise DeadlineExceeded(
             f"{self.name} did not answer {type(message).__name__} within {deadline} s; try again later"
         )
+
+    async def _exchange(self, message: Message, urgent: bool, late: Callable[[Any], None] | None) -> Any:
+        reply = Reply()
+        envelope = Envelope(message, reply)
+        if urgent:
+            self._check()
+            self.urge(envelope)
+        else:
+            await self._put(envelope)
+        try:
+            await reply.settled()
+        except anyio.get_cancelled_exc_class():
+            if late is not None:
+                reply.abandon(late)
+            self.withdraw(envelope)
+            with anyio.CancelScope(shield=True):
+                await reply.settled()
+            raise
+        if reply.withdrawn:
+            raise WorkerDied(f"{self.name} withdrew the request")
+        return reply.result()
 
     def withdraw(self, envelope: Envelope) -> None:
         """The asker left: drop the request if it has not begun. Actors whose messages take time do more."""

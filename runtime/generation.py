@@ -43,8 +43,7 @@ class Generation(AsyncIterator[Step]):
         self._request = request
         self._stream: Stream | None = None
         self._closed = False
-        self._waiting = False
-        self._starting = anyio.CancelScope()
+        self._starting: anyio.CancelScope | None = None
         self._text: TextStream | None = tokenizer.stream() if tokenizer is not None else None
         self._thread = threading.get_ident()
 
@@ -56,16 +55,20 @@ class Generation(AsyncIterator[Step]):
         ContextOverflow, WorkerDied; after an error the generation is over."""
         if self._closed:
             raise StopAsyncIteration
-        if self._waiting:
+        stream = self._stream
+        if self._starting is not None or (stream is not None and stream.waiting):
             raise SequenceBusy("another task waits for the next token of this generation; let one task iterate")
-        self._waiting = True
-        try:
-            stream = self._stream or await self._start()
-            if stream.read >= len(stream.tokens) and not await self._more(stream):
+        if stream is None:
+            stream = await self._start()
+        if stream.read >= len(stream.tokens):
+            try:
+                more = await stream.wait()
+            except PageforkError:
+                self._abandon(stream)  # it failed: what it held goes back
+                raise
+            if not more:
                 self._leave()
                 raise StopAsyncIteration
-        finally:
-            self._waiting = False
         return self._take(stream)
 
     async def aclose(self) -> None:
@@ -75,7 +78,8 @@ class Generation(AsyncIterator[Step]):
         """
         stream = None if self._closed else self._stream
         self._leave()
-        self._starting.cancel()
+        if self._starting is not None:
+            self._starting.cancel()
         if stream is not None:
             with contextlib.suppress(SequenceClosed):
                 await self._actor.ask(Settle(stream.serial), urgent=True)
@@ -87,8 +91,11 @@ class Generation(AsyncIterator[Step]):
 
     async def _start(self) -> Stream:
         stream: Stream | None = None
-        with anyio.CancelScope() as self._starting:
-            stream = await self._actor.ask(self._request, late=self._abandon)
+        try:
+            with anyio.CancelScope() as self._starting:
+                stream = await self._actor.ask(self._request, late=self._abandon)
+        finally:
+            self._starting = None
         if stream is None or self._closed:
             if stream is not None:
                 self._abandon(stream)
@@ -96,29 +103,22 @@ class Generation(AsyncIterator[Step]):
         self._stream = stream
         return stream
 
-    async def _more(self, stream: Stream) -> bool:
-        """Wait for a token; a generation that failed ends, and what it held goes back."""
-        try:
-            return await stream.wait()
-        except PageforkError:
-            self._abandon(stream)
-            raise
-
     def _take(self, stream: Stream) -> Step:
-        token, logprob = stream.tokens[stream.read], stream.logprobs[stream.read]
-        stream.read += 1
+        read = stream.read
+        token, logprob = stream.tokens[read], stream.logprobs[read]
+        stream.read = read = read + 1
         finish = None
-        if stream.finish is not None and stream.read == len(stream.tokens):
+        if stream.finish is not None and read == len(stream.tokens):
             finish = stream.finish
             self._leave()
-        elif stream.renew_at is not None and stream.read >= stream.renew_at:
+        elif stream.renew_at is not None and read >= stream.renew_at:
             stream.renew_at = None
             self._actor.post(Renew())
-        text = ""
-        if self._text is not None:
-            text = "" if finish == "stop" else self._text.add(token)
-            if finish is not None:
-                text += self._text.flush()
+        if self._text is None:
+            return Step(token, "", logprob, finish)
+        text = "" if finish == "stop" else self._text.add(token)
+        if finish is not None:
+            text += self._text.flush()
         return Step(token, text, logprob, finish)
 
     def _leave(self) -> None:

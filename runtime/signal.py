@@ -1,66 +1,77 @@
-"""An event for one waiter that can be set again and again, at the price of the event loop's own wake-up."""
+"""The wake-up of one waiting task, at the price of the event loop's own."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from typing import Any
 
 import anyio.lowlevel
 
 
 class Signal:
-    """`set` wakes the one task in `wait`, or lets the next `wait` pass. Both in the event loop's thread.
+    """`set` wakes the one task in `wait`; both in the event loop's thread.
 
-    Made for the path of every token: it parks on an asyncio future or a trio task directly, where an `anyio.Event`
-    would be made and looked up for each wait.
+    Nothing is kept: who waits looks for what it waits for before each `wait`, in a loop. Made for the path of every
+    token: it parks on an asyncio future or a trio task directly, where an `anyio.Event` would be made and looked up
+    for each wait.
     """
 
-    __slots__ = ("_loop", "_set", "_waiter")
+    __slots__ = ("_park", "_waiter")
 
     def __init__(self) -> None:
-        self._set = False
         self._waiter: Any = None
-        self._loop: Any = None
+        self._park: Callable[[], Any] | None = None
 
     def set(self) -> None:
         """Never blocks."""
-        self._set = True
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
-            if isinstance(waiter, asyncio.Future):
-                if not waiter.done():
-                    waiter.set_result(None)
-            else:
-                _reschedule(waiter)
+            if not waiter.done():
+                waiter.set_result(None)
 
-    async def wait(self) -> None:
-        """Wait until set since the last wait. Cancellation leaves it as it is."""
-        if not self._set:
-            if self._loop is None:
-                self._loop = anyio.lowlevel.current_token().native_token
-            if isinstance(self._loop, asyncio.AbstractEventLoop):
-                self._waiter = self._loop.create_future()
-                try:
-                    await self._waiter
-                finally:
-                    self._waiter = None
-            else:
-                await self._wait_in_trio()
-        self._set = False
+    def wait(self) -> Awaitable[None]:
+        """What ends with the next `set`; to be awaited at once. Cancellation leaves the signal as it is."""
+        park = self._park
+        if park is None:
+            loop: Any = anyio.lowlevel.current_token().native_token
+            asynchronous = isinstance(loop, asyncio.AbstractEventLoop)
+            self._park = park = partial(asyncio.Future, loop=loop) if asynchronous else _Parked
+        waiter: Awaitable[None] = park()
+        self._waiter = waiter
+        return waiter
 
-    async def _wait_in_trio(self) -> None:
+
+class _Parked:
+    """A task of trio that waits, with as much of a future's face as a Signal needs."""
+
+    __slots__ = ("_done", "_task")
+
+    def __init__(self) -> None:
+        import trio
+
+        self._task = trio.lowlevel.current_task()
+        self._done = False
+
+    def done(self) -> bool:
+        return self._done
+
+    def set_result(self, _: None) -> None:
+        import trio
+
+        self._done = True
+        trio.lowlevel.reschedule(self._task)
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self._parked().__await__()
+
+    async def _parked(self) -> None:
         import trio
 
         def abort(_: Any) -> Any:
-            self._waiter = None
+            self._done = True
             return trio.lowlevel.Abort.SUCCEEDED
 
-        self._waiter = trio.lowlevel.current_task()
         await trio.lowlevel.wait_task_rescheduled(abort)
-
-
-def _reschedule(task: Any) -> None:
-    import trio
-
-    trio.lowlevel.reschedule(task)

@@ -247,12 +247,53 @@ async def test_a_reply_keeps_its_first_answer() -> None:
     assert reply.result() == 1 and not reply.withdrawn
 
 
-async def test_a_signal_set_before_the_wait_is_not_lost_and_counts_once() -> None:
+async def test_a_signal_wakes_who_waits_and_keeps_nothing() -> None:
     signal = Signal()
-    signal.set()
-    signal.set()
-    with anyio.fail_after(1):
+    woken = 0
+
+    async def wait() -> None:
+        nonlocal woken
         await signal.wait()
-    with anyio.move_on_after(0.001) as scope:
-        await signal.wait()
-    assert scope.cancelled_caught
+        woken += 1
+
+    signal.set()
+    async with anyio.create_task_group() as group:
+        for turn in range(3):
+            group.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            assert woken == turn
+            signal.set()
+            signal.set()
+            await anyio.wait_all_tasks_blocked()
+            assert woken == turn + 1
+
+
+@pytest.mark.parametrize("first", ["set", "cancel"])
+async def test_a_waiter_cancelled_before_or_after_it_was_woken_leaves_the_signal_usable(first: str) -> None:
+    signal = Signal()
+    ended: list[str] = []
+
+    async def wait(name: str) -> None:
+        try:
+            await signal.wait()
+        finally:
+            ended.append(name)
+
+    async with anyio.create_task_group() as group:
+        for name in ("one", "two"):
+            with anyio.fail_after(5):
+                async with anyio.create_task_group() as inner:
+                    inner.start_soon(wait, name)
+                    await anyio.wait_all_tasks_blocked()
+                    if first == "set":
+                        signal.set()
+                        inner.cancel_scope.cancel()
+                    else:
+                        inner.cancel_scope.cancel()
+                        signal.set()
+            signal.set()
+        group.start_soon(wait, "three")
+        await anyio.wait_all_tasks_blocked()
+        assert ended == ["one", "two"]
+        signal.set()
+    assert ended == ["one", "two", "three"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+from collections.abc import Callable
 
 import anyio
 import pytest
@@ -140,6 +142,45 @@ async def test_only_one_task_may_wait_for_the_next_token() -> None:
                     double.release()
                 assert [step.token for step in got] == AHEAD[: TAKEN * (begun + 1)]
                 await take(generation, 0)
+
+
+@pytest.mark.parametrize("natively", [False, True])
+async def test_a_reader_cancelled_after_its_token_came_and_before_it_ran_takes_it_then_or_later(
+    natively: bool, anyio_backend: str
+) -> None:
+    if natively and anyio_backend != "asyncio":
+        pytest.skip("trio has no cancel of one task")
+    with anyio.fail_after(20):
+        async with runtime(Double(), lease=16) as rt, await rt.sequence(PROMPT) as seq:
+            generation = seq.generate(SamplingParams(max_tokens=40))
+            got = [(await anext(generation)).token]
+            stream = generation._stream
+            assert stream is not None
+            push = type(stream).push
+            cancels: list[Callable[[], object]] = []
+
+            class Waking(type(stream)):  # type: ignore[misc]
+                __slots__ = ()
+
+                def push(self, token: int, logprob: float) -> None:
+                    push(self, token, logprob)
+                    if self.waiting and cancels:
+                        cancels.pop()()
+
+            stream.__class__ = Waking
+            cut_short = 0
+            while len(got) < 40:
+                with anyio.CancelScope() as scope:
+                    cancels[:] = [asyncio.current_task().cancel if natively else scope.cancel]  # type: ignore[union-attr]
+                    try:
+                        got.append((await anext(generation)).token)
+                    except asyncio.CancelledError:
+                        if not natively:
+                            raise
+                        cut_short += 1
+                cut_short += scope.cancelled_caught
+                assert seq.tokens == PROMPT + got
+            assert got == AHEAD[:40] and (cut_short or not natively)
 
 
 async def test_while_a_task_waits_for_a_token_only_fork_and_close_are_served() -> None:
