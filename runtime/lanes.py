@@ -6,27 +6,26 @@ import numpy as np
 import numpy.typing as npt
 
 from pagefork.runtime.messages import Submit
-from pagefork.runtime.sampling import Sampling, row_keys
+from pagefork.runtime.sampling import Sampling
 from pagefork.runtime.stream import Stream
 
 
 class Lanes:
     """Struct of arrays, index = lane.
 
-    position: the next position to be planned. limit: positions below it may be written. end: no token is sampled
-    for a position at or past it. feed: row of the previous step's sampled ids that is the lane's next token, or -1
-    when `next_token` holds it; fed_by: the step that sampled it. flights: steps in flight that name the lane.
-    computed: positions below it hold K and V of steps that have retired. tables: int32 `[lanes, max_blocks]`.
+    position: the next position to be planned. limit: positions below it may be decoded. feed: row of the previous
+    step's sampled ids that is the lane's next token, or -1 when `next_token` holds it. flights: steps in flight that
+    name the lane. computed: positions below it hold K and V of steps that have retired. tables: int32
+    `[lanes, max_blocks]`.
     """
 
     def __init__(self, count: int, block_size: int) -> None:
         self.block_size = block_size
+        self._size = np.int32(block_size)
         self.tables = np.zeros((count, 8), dtype=np.int32)
         self.position = np.zeros(count, dtype=np.int32)
         self.limit = np.zeros(count, dtype=np.int32)
-        self.end = np.zeros(count, dtype=np.int32)
         self.feed = np.full(count, -1, dtype=np.int32)
-        self.fed_by = np.full(count, -1, dtype=np.int64)
         self.next_token = np.zeros(count, dtype=np.int32)
         self.running = np.zeros(count, dtype=np.bool_)
         self.flights = np.zeros(count, dtype=np.int32)
@@ -47,9 +46,9 @@ class Lanes:
         lane = self._free.pop()
         job = Job(lane, submit, stream)
         self.position[lane] = self.computed[lane] = submit.start
-        self.limit[lane] = submit.limit
-        self.end[lane] = submit.end
+        self.lease(job, submit.limit)
         self.feed[lane] = -1
+        self.next_token[lane] = submit.tokens[-1]
         self.running[lane] = False
         self.flights[lane] = 0
         self.set_table(lane, 0, submit.table)
@@ -63,6 +62,10 @@ class Lanes:
         else:
             self.temperature[lane] = 0
         return job
+
+    def lease(self, job: Job, limit: int) -> None:
+        """Positions below `limit` may be written; the last token that a job samples needs none."""
+        self.limit[job.lane] = min(limit, job.last) if job.samples else limit
 
     def close(self, lane: int) -> None:
         """Free a lane that no step in flight names."""
@@ -79,7 +82,7 @@ class Lanes:
 
     def ready(self) -> npt.NDArray[np.intp]:
         """Lanes that can decode a token now."""
-        return np.flatnonzero(self.running & (self.position < self.limit) & (self.position < self.end - 1))
+        return np.flatnonzero(self.running & (self.position < self.limit))
 
     def idle(self) -> npt.NDArray[np.intp]:
         """Lanes that can do nothing before their lease is extended."""
@@ -87,8 +90,8 @@ class Lanes:
 
     def slots(self, lanes: npt.NDArray[np.intp], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The slot of each (lane, position); one lane serves for all positions."""
-        index, offset = np.divmod(positions, np.int32(self.block_size))
-        slots: npt.NDArray[np.int32] = self.tables[lanes, index] * np.int32(self.block_size) + offset
+        index, offset = np.divmod(positions, self._size)
+        slots: npt.NDArray[np.int32] = self.tables[lanes, index] * self._size + offset
         return slots
 
     def width(self, length: int) -> int:
@@ -101,21 +104,24 @@ class Lanes:
         """A copy of the entries that cover `length` positions."""
         return self.tables[lane, : -(-length // self.block_size)].copy()
 
-    def sampling(self, lanes: npt.NDArray[np.intp], positions: npt.NDArray[np.int32]) -> Sampling:
-        """The parameters of the rows that `lanes` sample for `positions`."""
+    def sampling(self, lanes: npt.NDArray[np.intp]) -> Sampling:
+        """The parameters of the rows that `lanes` sample, all but their keys."""
         return Sampling(
             temperature=self.temperature[lanes],
             top_p=self.top_p[lanes],
             min_p=self.min_p[lanes],
             top_k=self.top_k[lanes],
-            keys=row_keys(self.key[lanes], positions),
+            keys=np.zeros((len(lanes), 2), dtype=np.uint32),
         )
 
 
 class Job:
-    """One Submit being served; `planned` of its tokens are in a step that was launched. `over`: plan no more of it."""
+    """One Submit being served; `planned` of its tokens are in a step that was launched. `over`: plan no more of it.
 
-    __slots__ = ("copies", "lane", "over", "planned", "samples", "stream", "submit", "wants_logits")
+    last: the position of the last token that it samples.
+    """
+
+    __slots__ = ("copies", "lane", "last", "over", "planned", "samples", "stop", "stream", "submit", "wants_logits")
 
     def __init__(self, lane: int, submit: Submit, stream: Stream) -> None:
         self.lane = lane
@@ -124,9 +130,12 @@ class Job:
         self.planned = 0
         self.over = False
         self.copies = submit.copies
+        self.stop = submit.stop
+        self.last = submit.end - 1
         self.samples = submit.params is not None
         self.wants_logits = self.samples or submit.topk > 0
 
     @property
-    def prompt_planned(self) -> bool:
-        return self.planned == len(self.submit.tokens)
+    def left(self) -> int:
+        """How many of the given tokens are still to be planned."""
+        return len(self.submit.tokens) - self.planned

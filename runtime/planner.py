@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from pagefork.runtime.engine import Ints, Segment, StepPlan
 from pagefork.runtime.lanes import Job, Lanes
+from pagefork.runtime.sampling import row_keys
 
 Index = npt.NDArray[np.intp]
+Chunk = tuple[Job, int]
+
+NO_COPIES: Ints = np.zeros((0, 3), dtype=np.int32)
+
+
+class Batch:
+    """Who is in a step, decodes first, and what follows from that alone: a batch of decodes serves for many steps.
+
+    sampled: the jobs of the rows that need logits: the decodes, and the prompts whose last chunk this is. named: all
+    jobs. given: those that take some of the tokens that they came with, and how many.
+    """
+
+    def __init__(self, lanes: Lanes, ready: list[Job], singles: list[Job], chunks: list[Chunk]) -> None:
+        decodes = ready + singles
+        self.chunks = chunks
+        self.given = [(job, 1) for job in singles] + chunks
+        self.sampled = decodes + [job for job, count in chunks if job.wants_logits and count == job.left]
+        self.decodes = _lanes_of(decodes)
+        self.named_lanes = _lanes_of(decodes + [job for job, _ in chunks])
+        self.sampled_lanes = _lanes_of(self.sampled)
+        self.rows = np.arange(len(self.sampled), dtype=np.int32)
+        self.sampling = lanes.sampling(self.sampled_lanes)
+        self.seeds = lanes.key[self.sampled_lanes]
+        self.topk = max((job.submit.topk for job in self.sampled), default=0)
+        self.name = self.decodes.tobytes()
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A launched step: the jobs of its sampled rows with their positions, and all jobs with where they now stand."""
+    """A launched step: `stops`, where its `[named]` jobs now stand, and `ends`, where the tokens of the `[sampled]`
+    rows go."""
 
-    serial: int
-    sampled: list[Job]
-    sampled_lanes: Index
-    positions: Ints
-    named: list[Job]
-    named_lanes: Index
+    batch: Batch
     stops: Ints
+    ends: Ints
     copied: list[int]
 
 
@@ -36,7 +59,7 @@ class Planner:
         self._chunk = chunk
         self._prompts: deque[Job] = deque()
         self._by_lane: dict[int, Job] = {}
-        self._serial = 0
+        self._steady: Batch | None = None
 
     def add(self, job: Job) -> None:
         self._prompts.append(job)
@@ -49,47 +72,71 @@ class Planner:
     def stop(self, job: Job) -> None:
         """Plan no more of the job; steps in flight go on."""
         self._lanes.running[job.lane] = False
+        self._steady = None  # which would keep its stream
         if job in self._prompts:
             self._prompts.remove(job)
 
     def next(self) -> tuple[StepPlan, Flight] | None:
         """The next step, its flight already counted in the lanes; None when no job is ready."""
         ready = self._lanes.ready()
-        singles, chunks = self._take_prompts()
+        singles, chunks = self._take_prompts() if self._prompts else ([], [])
         if not len(ready) and not singles and not chunks:
             return None
-        for job in singles:
-            self._lanes.next_token[job.lane] = job.submit.tokens[-1]
-        decodes = np.concatenate([ready, np.array([job.lane for job in singles], dtype=np.intp)])
-        jobs = [self._by_lane[lane] for lane in ready.tolist()] + singles
-        return self._assemble(decodes, jobs, chunks)
+        batch = self._steady
+        if batch is None or singles or chunks or batch.name != ready.tobytes():
+            batch = Batch(self._lanes, [self._by_lane[lane] for lane in ready.tolist()], singles, chunks)
+            self._steady = None if batch.given else batch  # so no batch outlives a job's entry into its lane
+        return self._assemble(batch)
 
-    def _take_prompts(self) -> tuple[list[Job], list[tuple[Job, int]]]:
+    def _take_prompts(self) -> tuple[list[Job], list[Chunk]]:
         """Jobs of which one given token is left, which decode; and (job, tokens) of the chunks that fit this step."""
         singles: list[Job] = []
-        chunks: list[tuple[Job, int]] = []
+        chunks: list[Chunk] = []
         budget, kept = self._chunk, deque[Job]()
         for job in self._prompts:
-            left = len(job.submit.tokens) - job.planned
-            count = min(left, budget)
-            if left == 1:
+            count = min(job.left, budget)
+            if job.left == 1:
                 singles.append(job)
             elif count:
                 chunks.append((job, count))
                 budget -= count
-            if left > 1 and count < left:
+            if job.left > 1 and count < job.left:
                 kept.append(job)
         self._prompts = kept
         return singles, chunks
 
-    def _assemble(self, decodes: Index, jobs: list[Job], chunks: list[tuple[Job, int]]) -> tuple[StepPlan, Flight]:
-        lanes = self._lanes
+    def _assemble(self, batch: Batch) -> tuple[StepPlan, Flight]:
+        lanes, decodes = self._lanes, batch.decodes
         positions = lanes.position[decodes]
-        width = lanes.width(int(positions.max()) + 1) if len(decodes) else 1
-        tokens, places, slots = [lanes.next_token[decodes]], [positions], [lanes.slots(decodes, positions)]
-        segments, rows, row = [], list(range(len(decodes))), len(decodes)
-        ended: list[Job] = []  # prompts whose last chunk this is, and which want logits of it
-        for job, count in chunks:
+        lengths = positions + 1
+        plan = StepPlan(
+            tokens=lanes.next_token[decodes],
+            positions=positions,
+            slots=lanes.slots(decodes, positions),
+            feed=lanes.feed[decodes],
+            tables=lanes.tables[decodes, : lanes.width(int(lengths.max()) if len(decodes) else 1)],
+            lengths=lengths,
+            segments=(),
+            copies=NO_COPIES,
+            rows=batch.rows,
+            sampling=batch.sampling,
+            topk=batch.topk,
+        )
+        flight = Flight(batch, stops=lengths, ends=lengths, copied=[])
+        if batch.given:
+            plan, flight = self._with_given(plan, flight)
+        if not batch.sampling.greedy:
+            plan = replace(plan, sampling=replace(batch.sampling, keys=row_keys(batch.seeds, flight.ends)))
+        self._depart(flight)
+        return plan, flight
+
+    def _with_given(self, plan: StepPlan, flight: Flight) -> tuple[StepPlan, Flight]:
+        """The step of decodes, and beside it the rows of the prompt chunks and the copies of who is new."""
+        lanes, batch = self._lanes, flight.batch
+        tokens, places, slots, segments = [plan.tokens], [plan.positions], [plan.slots], []
+        row = len(plan.tokens)
+        rows, stops = list(range(row)), []
+        for job, count in batch.chunks:
             start = job.submit.start + job.planned
             span = np.arange(start, start + count, dtype=np.int32)
             tokens.append(np.array(job.submit.tokens[job.planned : job.planned + count], dtype=np.int32))
@@ -97,61 +144,38 @@ class Planner:
             slots.append(lanes.slots(np.array(job.lane), span))
             segments.append(Segment(row, count, start, lanes.table(job.lane, start + count)))
             row += count
-            if job.wants_logits and job.planned + count == len(job.submit.tokens):
+            stops.append(start + count)
+            if job.wants_logits and count == job.left:
                 rows.append(row - 1)
-                ended.append(job)
-        flat = np.concatenate(places)
-        named = jobs + [job for job, _ in chunks]
-        named_lanes = np.concatenate([decodes, _lanes_of([job for job, _ in chunks])])
-        stops = np.concatenate([positions, [job.submit.start + job.planned + n - 1 for job, n in chunks]]) + 1
-        sampled = jobs + ended
-        sampled_lanes = np.concatenate([decodes, _lanes_of(ended)])
-        feed = lanes.feed[decodes]
-        copies = [copy for job in named for copy in job.copies]
-        flight = Flight(
-            serial=self._serial,
-            sampled=sampled,
-            sampled_lanes=sampled_lanes,
-            positions=flat[rows],
-            named=named,
-            named_lanes=named_lanes,
-            stops=stops.astype(np.int32),
-            copied=[job.submit.owner for job in named if job.copies],
-        )
-        sampling = lanes.sampling(sampled_lanes, flight.positions + 1)
-        plan = StepPlan(
+        positions = np.concatenate(places)
+        copies = [copy for job, _ in batch.given for copy in job.copies]
+        plan = replace(
+            plan,
             tokens=np.concatenate(tokens),
-            positions=flat,
+            positions=positions,
             slots=np.concatenate(slots),
-            feed=feed,
-            tables=lanes.tables[decodes, :width],
-            lengths=positions + 1,
             segments=tuple(segments),
             copies=np.array(copies, dtype=np.int32).reshape(-1, 3),
             rows=np.array(rows, dtype=np.int32),
-            sampling=sampling,
-            topk=max((job.submit.topk for job in sampled), default=0),
         )
-        self._depart(flight, jobs, chunks)
+        flight = Flight(
+            batch,
+            stops=np.concatenate([plan.lengths, np.array(stops, dtype=np.int32)]),
+            ends=positions[rows] + 1,
+            copied=[job.submit.owner for job, _ in batch.given if job.copies],
+        )
         return plan, flight
 
-    def _depart(self, flight: Flight, jobs: list[Job], chunks: list[tuple[Job, int]]) -> None:
+    def _depart(self, flight: Flight) -> None:
         """Count the flight in the lanes, so that the step after it can be planned before it has retired."""
-        lanes = self._lanes
-        named = flight.named_lanes
-        lanes.flights[named] += 1
-        lanes.position[named] = flight.stops
-        sampled = flight.sampled_lanes
-        lanes.feed[sampled] = np.arange(len(sampled), dtype=np.int32)
-        lanes.fed_by[sampled] = flight.serial
-        lanes.running[sampled] = [job.samples for job in flight.sampled]
-        for job, count in chunks:
+        lanes, batch = self._lanes, flight.batch
+        lanes.flights[batch.named_lanes] += 1
+        lanes.position[batch.named_lanes] = flight.stops
+        lanes.feed[batch.sampled_lanes] = batch.rows
+        for job, count in batch.given:
             job.planned += count
-        for job in jobs:
-            job.planned = len(job.submit.tokens)
-        for job in flight.named:
             job.copies = []
-        self._serial += 1
+            lanes.running[job.lane] = job.samples and not job.left
 
 
 def _lanes_of(jobs: list[Job]) -> Index:

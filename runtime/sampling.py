@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -13,13 +14,21 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Sampling:
-    """One entry per sampled row: temperature, top_p, min_p float32 `[rows]`, top_k int32, keys uint32 `[rows, 2]`."""
+    """One entry per sampled row: temperature, top_p, min_p float32 `[rows]`, top_k int32, keys uint32 `[rows, 2]`.
+
+    Nothing reads the keys where all rows are greedy.
+    """
 
     temperature: npt.NDArray[np.float32]
     top_p: npt.NDArray[np.float32]
     min_p: npt.NDArray[np.float32]
     top_k: npt.NDArray[np.int32]
     keys: npt.NDArray[np.uint32]
+
+    @cached_property
+    def greedy(self) -> bool:
+        """Every row takes its most likely token."""
+        return not self.temperature.any()
 
 
 def mix(seed: int, salt: int) -> int:
@@ -58,7 +67,7 @@ def sample(logits: mx.array, total: mx.array, sampling: Sampling) -> mx.array:
     Gumbel-max (Gumbel 1954): every operation is row by row, so a row's token does not depend on its batch.
     """
     greedy = mx.argmax(logits, axis=-1).astype(mx.int32)
-    if not sampling.temperature.any():
+    if sampling.greedy:
         return greedy
     logprobs = logits - total
     kept = _filtered(logprobs, sampling)

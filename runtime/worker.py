@@ -46,6 +46,7 @@ class Worker(Actor):
         self._jobs: dict[int, Job] = {}
         self._waiting: dict[int, tuple[Submit, Stream]] = {}
         self._parked: dict[int, tuple[Submit, Stream]] = {}
+        self._ending: dict[int, Job] = {}
         self._cancels: dict[int, Reply] = {}
         self._flights: deque[Flight] = deque()
         self._collecting = False
@@ -129,40 +130,44 @@ class Worker(Actor):
         """The oldest step is done: hand out its tokens, and free the lanes that nothing names any more."""
         self._collecting = False
         flight = self._flights.popleft()
-        lanes, named = self._lanes, flight.named_lanes
-        lanes.flights[named] -= 1
-        lanes.computed[named] = flight.stops
-        sampled = flight.sampled_lanes
-        latest = lanes.fed_by[sampled] == flight.serial
-        lanes.feed[sampled[latest]] = -1
-        lanes.next_token[sampled[latest]] = result.ids[latest]
+        lanes, batch = self._lanes, flight.batch
+        lanes.flights[batch.named_lanes] -= 1
+        lanes.computed[batch.named_lanes] = flight.stops
+        latest = lanes.position[batch.sampled_lanes] == flight.ends  # no step in flight has gone on from here
+        newest = batch.sampled_lanes[latest]
+        lanes.feed[newest] = -1
+        lanes.next_token[newest] = result.ids[latest]
         for owner in flight.copied:
             self._copied(Copied(owner))
-        ids, logprobs, ends = result.ids.tolist(), result.logprobs.tolist(), (flight.positions + 1).tolist()
+        self._hand_out(batch.sampled, result, flight.ends.tolist())
+        for job, _ in batch.chunks:
+            if not job.wants_logits and not job.left and not lanes.flights[job.lane]:
+                self._end(job, "done")
+        for job in list(self._ending.values()):
+            self._close_if_landed(job)
+
+    def _hand_out(self, sampled: list[Job], result: StepResult, ends: list[int]) -> None:
+        """Give every sampled job its token."""
         tokens = 0
-        for row, job in enumerate(flight.sampled):
+        rows = zip(sampled, result.ids.tolist(), result.logprobs.tolist(), ends, strict=True)
+        for row, (job, token, logprob, end) in enumerate(rows):
             if job.over:
                 continue
             if not job.samples:
                 self._end(job, "done", _top(result, row, job.submit.topk))
                 continue
-            job.stream.push(ids[row], logprobs[row])
+            job.stream.push(token, logprob)
             tokens += 1
-            if ids[row] in job.submit.stop:
+            if token in job.stop:
                 self._end(job, "stop")
-            elif ends[row] >= job.submit.end - 1:
+            elif end >= job.last:
                 self._end(job, "length")
         self.tokens += tokens
-        for job in flight.named:
-            if not job.wants_logits and job.prompt_planned and not lanes.flights[job.lane]:
-                self._end(job, "done")
-            if job.over:
-                self._close_if_landed(job)
 
     def _extend(self, owner: int, first: int, ids: list[int], limit: int) -> None:
         if (job := self._jobs.get(owner)) is not None:
             self._lanes.set_table(job.lane, first, ids)
-            self._lanes.limit[job.lane] = limit
+            self._lanes.lease(job, limit)
             return
         waiting = self._waiting.get(owner) or self._parked.pop(owner, None)
         if waiting is not None:
@@ -207,6 +212,7 @@ class Worker(Actor):
         self._changing = True
         if not job.over:
             job.over = True
+            self._ending[job.submit.owner] = job
             self._planner.stop(job)
         if finish is not None:
             job.stream.end(finish, top=top)
@@ -214,11 +220,11 @@ class Worker(Actor):
     def _close_if_landed(self, job: Job) -> None:
         """Free the lane of a job that is over, unless a step in flight names it."""
         owner = job.submit.owner
-        if not job.over or self._lanes.flights[job.lane] or self._jobs.get(owner) is not job:
+        if self._lanes.flights[job.lane]:
             return
         self._settle(job.submit, job.stream, int(self._lanes.computed[job.lane]), bool(job.copies))
         self._lanes.close(job.lane)
-        del self._jobs[owner]
+        del self._jobs[owner], self._ending[owner]
         reply = self._cancels.pop(owner, None)
         if reply is not None:
             reply.set(None)
