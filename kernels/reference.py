@@ -139,7 +139,7 @@ def paged_attention(
     v = mx.where(visible[:, None, :, None], v, mx.zeros((), dtype=v.dtype))
     mask = visible[:, None, None]
     if softcap is None:
-        out = mx.fast.scaled_dot_product_attention(q[:, :, None], k, v, scale=scale, mask=mask, sinks=sinks)
+        out = _softmax_attention(q[:, :, None], k, v, scale=scale, mask=mask, sinks=sinks)
         return out.squeeze(2)
     rows, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -175,18 +175,29 @@ def prefill_attention(
     queries = q.transpose(1, 0, 2)[None]
     plain = window is None and softcap is None
     if plain:
-        out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask="causal", sinks=sinks)
+        out = _softmax_attention(queries, k, v, scale=scale, mask="causal", sinks=sinks)
     else:
         row, column = mx.arange(start, stop)[:, None], mx.arange(base, stop)[None]
         visible = column <= row
         if window is not None:
             visible = visible & (column > row - window)
         if softcap is None:
-            out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=visible, sinks=sinks)
+            out = _softmax_attention(queries, k, v, scale=scale, mask=visible, sinks=sinks)
         else:
             grouped = queries.reshape(1, kv_heads, heads // kv_heads, n, head_dim)
             out = _attend(grouped, k[:, :, None], v[:, :, None], visible, scale, sinks, softcap)
     return out.reshape(heads, n, head_dim).transpose(1, 0, 2)
+
+
+def _softmax_attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array | str, sinks: mx.array | None
+) -> mx.array:
+    """MLX's attention, in float32 where it would round every step to 16 bits and be slower: on a CPU."""
+    dtype = q.dtype
+    if dtype != mx.float32 and mx.default_device().type == mx.DeviceType.cpu:
+        q, k, v = (array.astype(mx.float32) for array in (q, k, v))
+        sinks = None if sinks is None else sinks.astype(mx.float32)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks).astype(dtype)
 
 
 def _flat(pool: mx.array) -> mx.array:
