@@ -93,12 +93,20 @@ class PagedKVCache:
             raise KVError(f"layer {layer} takes {self.dtype} rows of shape {expected}, not {given}")
         before = self._order[layer]
         copied = None if copies is None else _array(copies)
-        k_pool, v_pool, order = kernels.write_kv(self._k[layer], self._v[layer], k, v, _array(slots), copied, before)
-        # A write that returns new pools orders its readers through them. To keep the pool as `order` too would
-        # pin the old one and turn the next write into a copy.
-        in_place = order is not before and order is not k_pool
-        self._k[layer], self._v[layer] = k_pool, v_pool
-        self._order[layer] = self._written[layer] = order if in_place else None
+        *written, order = kernels.write_kv(self._k[layer], self._v[layer], k, v, _array(slots), copied, before)
+        self._keep(layer, written, order)
+
+    def rope_and_write(
+        self, layer: int, qkv: mx.array, slots: mx.array, positions: mx.array, *, heads: int, rope: kernels.Rope
+    ) -> mx.array:
+        """Rotate the rows `qkv` `[rows, (heads + 2 * kv_heads) * head_dim]` and write their keys and values.
+
+        Returns the rotated queries, `[rows, heads, head_dim]`. `slots`, `positions` int32 `[rows]`.
+        """
+        pools, before = (self._k[layer], self._v[layer]), self._order[layer]
+        *written, q, order = kernels.rope_and_write(*pools, qkv, slots, positions, heads=heads, rope=rope, order=before)
+        self._keep(layer, written, order)
+        return q
 
     def copy_blocks(self, copies: mx.array) -> None:
         """Do block copies in every layer at once: for pools that are not written in place, instead of `write`'s.
@@ -214,6 +222,14 @@ class PagedKVCache:
         other._written = [None] * len(self.layers)
         mx.eval(other._k, other._v)
         return other
+
+    def _keep(self, layer: int, pools: list[mx.array], order: mx.array) -> None:
+        """Take what a write returned."""
+        # A write that returns new pools orders its readers through them. To keep the pool as `order` too would
+        # pin the old one and turn the next write into a copy.
+        in_place = order is not self._order[layer] and order is not pools[0]
+        self._k[layer], self._v[layer] = pools
+        self._order[layer] = self._written[layer] = order if in_place else None
 
     def _settle(self, layer: int) -> None:
         # A plain MLX operation names the pool and not the write, so only evaluation orders it after one in place.

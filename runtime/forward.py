@@ -109,7 +109,12 @@ class Engine:
                 self._kv.write(layer, k, v, slots)
                 return self._kv.attend(layer, q, tables, lengths, max_length=longest, **self._options(layer, sinks))
 
-            return self._model(tokens, positions, attend), self._kv.orders()
+            def attend_whole(layer: int, qkv: mx.array, rope: kernels.Rope, sinks: mx.array | None) -> mx.array:
+                heads = self._model.layers[layer].heads
+                q = self._kv.rope_and_write(layer, qkv, slots, positions, heads=heads, rope=rope)
+                return self._kv.attend(layer, q, tables, lengths, max_length=longest, **self._options(layer, sinks))
+
+            return self._model(tokens, positions, attend, attend_whole=attend_whole), self._kv.orders()
 
         return step
 
@@ -168,7 +173,7 @@ def build(source: Source, blocks: Blocks, block_size: int, progress: Progress | 
 
 def _prepare_kernels(model: Model, block_size: int, progress: Progress | None, strict: bool) -> int:
     """Compile and self-test every variant that the model needs; returns how many steps may be in flight."""
-    cases = [
+    cases: list[kernels.Attention | kernels.Rotation] = [
         kernels.Attention(
             dtype=model.dtype,
             heads=spec.heads,
@@ -180,6 +185,20 @@ def _prepare_kernels(model: Model, block_size: int, progress: Progress | None, s
             softcap=spec.softcap is not None,
         )
         for spec in model.layers
+    ]
+    cases += [
+        kernels.Rotation(
+            dtype=model.dtype,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            block_size=block_size,
+            dims=rope.dims,
+            traditional=rope.traditional,
+            freqs=rope.freqs is not None,
+        )
+        for spec, rope in zip(model.layers, model.rotations, strict=True)
+        if rope is not None
     ]
     cases = list(dict.fromkeys(cases))
     if mx.default_device().type == mx.DeviceType.gpu:

@@ -20,12 +20,14 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import dequantize_model
 from mlx_lm.utils import load as load_mlx_lm
 
+from pagefork.kernels import Rope
 from pagefork.runtime import fetch, gguf
 from pagefork.runtime.errors import InvalidRequest, ModelUnavailable, UnsupportedModel
+from pagefork.runtime.joint import join, rotations
 from pagefork.runtime.layers import LayerSpec, attempt, brief, layer_spec, trunks
 from pagefork.runtime.log import log
 from pagefork.runtime.rewrites import REWRITES
-from pagefork.runtime.routing import Attend, LayerCache, Patch, Probe, Step, refuse, take_rows
+from pagefork.runtime.routing import Attend, AttendWhole, LayerCache, Patch, Probe, Step, refuse, run, take_rows
 from pagefork.runtime.selfcheck import check
 from pagefork.runtime.tokenizer import Tokenizer, adapt
 
@@ -52,6 +54,8 @@ class Model:
     module: nn.Module
     recast: tuple[bool, ...]
     """Layers that attend to a copy of their keys in another dtype; such keys are kept as they were stored."""
+    rotations: tuple[Rope | None, ...]
+    """Of the layers that do no more than rotate what their joint projection put out."""
 
     def __init__(
         self,
@@ -77,32 +81,41 @@ class Model:
                     self._patch.swap(part, route)
             if not self._patch.hooked:
                 refuse("its attention does not go through mlx-lm's scaled_dot_product_attention")
+            join(module, self._patch)  # before anything lazy names the weights as they were
             self._discover()
             self._step = Step()
             self._caches = [LayerCache(i, self._step, recast=recast) for i, recast in enumerate(self.recast)]
             self._rows_inside = self._skip_rows()
             check(self)
+            self.rotations = rotations(self)
+            for cache, rope in zip(self._caches, self.rotations, strict=True):
+                cache.rope = rope
         except BaseException:
             self.restore()
             raise
 
-    def __call__(self, tokens: mx.array, positions: mx.array, attend: Attend, rows: mx.array | None = None) -> mx.array:
+    def __call__(
+        self,
+        tokens: mx.array,
+        positions: mx.array,
+        attend: Attend,
+        rows: mx.array | None = None,
+        attend_whole: AttendWhole | None = None,
+    ) -> mx.array:
         """Run one step over the tokens of any number of sequences, flattened.
 
         `tokens`, `positions`: int32 `[T]`. `attend(layer, q, k, v, sinks)` is called once a layer, with q
         `[T, heads, head_dim]`, k and v `[T, kv_heads, head_dim]` and sinks `[heads]` or None, and returns q's shape; it
         stores k and v before it attends. `rows`: int32 `[R]`, the rows whose logits are wanted, or None for all.
+        `attend_whole` is called instead, where it is given, by the layers that have a rotation in `rotations`.
         Returns logits `[R, vocab_size]` in the model's own dtype, lazily.
         """
         step = self._step
-        step.positions, step.attend, step.rows = positions, attend, rows
-        try:
+        with run(step):
+            step.positions, step.attend, step.rows, step.attend_whole = positions, attend, rows, attend_whole
             logits: mx.array = self.module(tokens[:, None], cache=self._caches)
             if len(step.stored) != len(self.layers):
                 refuse(f"{len(step.stored)} of its {len(self.layers)} layers stored keys and values")
-        finally:
-            step.positions, step.attend, step.rows = 0, None, None
-            step.stored.clear()
         if rows is not None and not self._rows_inside:
             logits = mx.take(logits, rows, axis=0)
         return logits.squeeze(1)

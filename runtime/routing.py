@@ -8,21 +8,30 @@ original function.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from pagefork.kernels import Rope
 from pagefork.runtime.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from pagefork.runtime.joint import Joint
 
 Attend = Callable[[int, mx.array, mx.array, mx.array, "mx.array | None"], mx.array]
 """`attend(layer, q, k, v, sinks)`: q `[T, heads, head_dim]`, k and v `[T, kv_heads, head_dim]`, sinks `[heads]` or
 None; returns `[T, heads, head_dim]`."""
+
+AttendWhole = Callable[[int, mx.array, Rope, "mx.array | None"], mx.array]
+"""`attend_whole(layer, qkv, rope, sinks)`: the same from the queries, keys and values of each row before their
+rotation, `[T, (heads + 2 * kv_heads) * head_dim]`."""
 
 HOOK = "scaled_dot_product_attention"
 
@@ -43,13 +52,22 @@ class Mask:
 class Step:
     """What the layer caches of one forward pass share."""
 
-    __slots__ = ("attend", "positions", "rows", "stored")
+    __slots__ = ("attend", "attend_whole", "positions", "projected", "rows", "stored", "whole")
 
     def __init__(self) -> None:
         self.positions: mx.array | int = 0
         self.attend: Attend | None = None
+        self.attend_whole: AttendWhole | None = None
         self.rows: mx.array | None = None
         self.stored: dict[LayerCache, tuple[mx.array, mx.array]] = {}
+        self.projected: dict[Joint, tuple[mx.array, list[mx.array]]] = {}
+        """What joint projections made of which input."""
+        self.whole: tuple[Joint, mx.array] | None = None
+        """The queries, keys and values that the next attention comes from."""
+
+    def clear(self) -> None:
+        """Forget the forward pass."""
+        self.__init__()  # type: ignore[misc]
 
     def owner(self, keys: mx.array) -> LayerCache:
         """The cache that handed out these keys: layers that share keys and values attend without a cache."""
@@ -70,6 +88,8 @@ class LayerCache:
         self.step = step
         self.recast = recast
         """Whether the layer attends to a copy, in another dtype, of the keys that it stores."""
+        self.rope: Rope | None = None
+        """The rotation where it is all that happens between the joint projection and attention."""
 
     @property
     def offset(self) -> mx.array | int:
@@ -103,6 +123,9 @@ class LayerCache:
         keys, values = self._take(keys, values)
         if self.step.attend is None:
             refuse("it attends outside of a step")
+        if self.rope is not None and self.step.attend_whole is not None and self.step.whole is not None:
+            _, whole = self.step.whole
+            return self.step.attend_whole(self.layer, whole.squeeze(1), self.rope, sinks)[:, :, None]
         q, k, v = queries.squeeze(2).astype(keys.dtype), keys.squeeze(2), values.squeeze(2)
         wide, narrow = k.shape[-1], v.shape[-1]
         if narrow < wide:
@@ -176,6 +199,25 @@ def refuse(reason: str) -> NoReturn:
         f"this model cannot be served from blocks: {reason}. Use a decoder-only model with full "
         "or sliding-window attention, such as a Llama, Qwen, Mistral, Phi or Gemma"
     )
+
+
+_thread = threading.local()
+
+
+def running() -> Step | None:
+    """The step whose forward pass this thread is in, if any."""
+    return getattr(_thread, "step", None)
+
+
+@contextlib.contextmanager
+def run(step: Step) -> Iterator[None]:
+    """Make `step` the one that runs in this thread."""
+    _thread.step = step
+    try:
+        yield
+    finally:
+        _thread.step = None
+        step.clear()
 
 
 class Patch:
