@@ -22,8 +22,8 @@ class Reply:
 
     __slots__ = ("_late", "_signal", "done", "error", "value", "withdrawn")
 
-    def __init__(self) -> None:
-        self._signal = Signal()
+    def __init__(self, like: Signal | None = None) -> None:
+        self._signal = Signal(like)
         self.done = False
         self.withdrawn = False
         self.value: Any = None
@@ -192,7 +192,7 @@ class Actor:
         )
 
     async def _exchange(self, message: Message, urgent: bool, late: Callable[[Any], None] | None) -> Any:
-        reply = Reply()
+        reply = Reply(self._mail)
         envelope = Envelope(message, reply)
         if urgent:
             self._check()

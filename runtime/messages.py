@@ -6,7 +6,7 @@ reader    -> Sequence   Renew, Settle                                           
 Sequence  -> Allocator  Reserve -> Granted | Yielded | Exhausted, Share -> None     (ask)
                         Shrink, Copied, Publish, Idle, Surrender, Release           (urgent tell)
 Allocator -> Sequence   Preempt                                                     (urgent tell)
-Sequence  -> itself     Resume, Preempt                                             (urgent tell)
+Sequence  -> itself     Resume, Preempt, Renew                                      (urgent tell)
 Sequence  -> Worker     Submit (answers come in the job's Stream)                   (tell)
                         Extend                                                      (urgent tell)
                         Cancel -> None                                              (ask)
@@ -79,7 +79,9 @@ class Close(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """The reader has consumed enough of its lease for another."""
+    """The reader has consumed enough of its lease for another. `wait`: all of it, and there were no blocks at once."""
+
+    wait: bool = False
 
 
 class Settle(Message, frozen=True):

@@ -126,10 +126,14 @@ class SequenceActor(Actor):
             await self._leave()
 
     async def serve(self, envelope: Envelope) -> None:
+        if isinstance(envelope.message, Renew) and not envelope.message.wait:
+            await super().serve(envelope)  # prompt, and the most frequent: not worth a scope
+            return
         with anyio.CancelScope() as self._scope:
             await super().serve(envelope)
         if self._scope.cancelled_caught and envelope.reply is not None:
             envelope.reply.withdraw()
+        self._scope = None
         if self._stream is None and not self._left:
             self._held.rest()
 
@@ -163,8 +167,8 @@ class SequenceActor(Actor):
 
     async def handle(self, message: Message) -> Any:
         match message:
-            case Renew():
-                return await self._renew()
+            case Renew(wait=wait):
+                return await self._renew(wait)
             case Preempt():
                 return await self._give_way()
             case Resume():
@@ -392,7 +396,7 @@ class SequenceActor(Actor):
         self._publish()
         self._held.shrink(len(self._tokens))
 
-    async def _renew(self) -> None:
+    async def _renew(self, wait: bool) -> None:
         """Extend the lease. Without blocks for it the job goes on to the end of what it has; then it waits or fails."""
         stream, job = self._stream, self._job
         if stream is None or job is None or stream.done or self._paused:
@@ -402,16 +406,15 @@ class SequenceActor(Actor):
         if stream.read < due:
             stream.renew_at = due
             return
-        have = self._held.capacity
-        for limit in (self.length + self._house.lease, have + 1, have):
+        for limit in (self.length + self._house.lease, self._held.capacity + 1, self._held.capacity):
             limit = min(limit, job.end - 1)
             if limit > stream.limit and await self._extend(limit, 0) is None:
                 return
         if stream.read < last:
             stream.renew_at = last
-            return
-        exhausted = await self._extend(min(stream.limit + 1, job.end - 1), self._waits)
-        if exhausted is not None:
+        elif not wait:
+            self.post(Renew(wait=True))
+        elif exhausted := await self._extend(min(stream.limit + 1, job.end - 1), self._waits):
             stream.fail(exhausted)
 
     async def _extend(self, limit: int, patience: float) -> PoolExhausted | None:
@@ -421,7 +424,7 @@ class SequenceActor(Actor):
         first = len(held.table)
         answer = await held.ask(limit, patience=patience, yielded=self._preempt_later)
         if isinstance(answer, Yielded):
-            await self._give_way()
+            self._preempt_later()
             return None
         try:
             copies = held.adopt(answer)
@@ -447,9 +450,9 @@ class SequenceActor(Actor):
         stream.renew_at = self._renewal(stream)[0] if limit < end - 1 else None
 
     def _renewal(self, stream: Stream) -> tuple[int, int]:
-        """At how many tokens read the lease should be renewed, half a lease before it ends; and those that it gives."""
+        """At how many tokens read the lease should be renewed, a quarter before it ends; and those that it gives."""
         last = stream.limit - len(self._tokens) + 1
-        return max(last - self._house.lease // 2, 1), last
+        return max(last - (self._house.lease + 2) // 4, 1), last
 
     # Blocks
 

@@ -20,9 +20,10 @@ class Signal:
 
     __slots__ = ("_park", "_waiter")
 
-    def __init__(self) -> None:
+    def __init__(self, like: Signal | None = None) -> None:
+        """`like`: one of the same event loop, which need not be looked up again then."""
         self._waiter: Any = None
-        self._park: Callable[[], Any] | None = None
+        self._park: Callable[[], Any] | None = None if like is None else like._park
 
     def set(self) -> None:
         """Never blocks."""

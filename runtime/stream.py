@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 from pagefork.runtime.signal import Signal
@@ -33,7 +34,7 @@ class Stream:
 
     def __init__(self, serial: int = 0) -> None:
         self.serial = serial
-        self.tokens: list[int] = []
+        self.tokens = array("i")
         self.logprobs: list[float] = []
         self.top: list[tuple[int, float]] = []
         self.finish: str | None = None

@@ -268,6 +268,36 @@ async def test_aclose_ends_a_generation_that_waits_for_its_first_blocks() -> Non
             assert ended and rt.stats().waiting == 0 and seq.tokens == PROMPT
 
 
+@pytest.mark.parametrize("end", ["aclose", "close", "cancel"])
+async def test_a_generation_whose_lease_waits_for_blocks_ends_at_once(end: str) -> None:
+    got: list[int] = []
+    with anyio.fail_after(20):
+        async with runtime(blocks=8, lease=4, patience=LONG) as rt, await rt.sequence([7] * 16, priority=100) as hog:
+            before = hog.generate()
+            await take(before, 1)
+            seq = await rt.sequence(PROMPT)
+            generation = seq.generate()
+
+            async def read() -> None:
+                with contextlib.suppress(SequenceClosed):
+                    async for step in generation:
+                        got.append(step.token)
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(read)
+                await waits(rt)
+                if end == "cancel":
+                    group.cancel_scope.cancel()
+                else:
+                    await (generation.aclose() if end == "aclose" else seq.close())
+            await generation.aclose()
+            assert got and got == Double.greedy(PROMPT, len(got)) and seq.tokens == PROMPT + got
+            assert rt.stats().waiting == 0
+            await seq.close()
+            await hog.close()
+            await free(rt, 8)
+
+
 async def test_a_runtime_closes_promptly_while_many_wait() -> None:
     ended: list[type[BaseException]] = []
     with anyio.fail_after(20):

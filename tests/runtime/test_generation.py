@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 
 import anyio
 import pytest
 
 from pagefork.runtime import PoolExhausted, SamplingParams, SequenceBusy, SequenceClosed, Step
+from pagefork.runtime.actor import Envelope
+from pagefork.runtime.messages import Reserve
 
 from .double import Double, free, ledger, runtime, take
 
@@ -276,3 +279,19 @@ async def test_generations_read_in_turn_need_no_more_lanes_than_there_are(max_ba
                 for tokens, generation in zip(got, generations, strict=True):
                     tokens += await take(generation, 1)
             assert got == [Double.greedy(prompt, 9) for prompt in prompts]
+
+
+async def test_blocks_are_asked_for_once_for_three_quarters_of_a_lease() -> None:
+    with anyio.fail_after(20):
+        async with runtime(Double(), blocks=64, lease=16) as rt, await rt.sequence(PROMPT) as seq:
+            allocator = rt._house.allocator
+            asked: list[int] = []
+            reserve = allocator._reserve
+
+            def counted(envelope: Envelope, message: Reserve) -> None:
+                asked.append(message.length)
+                reserve(envelope, message)
+
+            allocator._reserve = counted  # type: ignore[method-assign]
+            assert await take(seq.generate(SamplingParams(max_tokens=60)), 60) == AHEAD[:60]
+            assert len(asked) == 5 and all(more - less >= 12 for less, more in pairwise(asked[:-1]))
