@@ -135,6 +135,8 @@ def paged_attention(
     """Attend each row of `q` to the blocks of its own table: `reference.paged_attention` says the shapes.
 
     `order`: what `write_kv` returned for the rows that are read. The result is the `order` of this layer's next write.
+    On CUDA take `lengths` of one or two rows from a longer array: MLX keeps arrays of at most 8 bytes where the host
+    can reach them, and a launch waits 20 us for them (docs/cuda.md).
     """
     _, block_size, kv_heads, head_dim = k_pool.shape
     features = (window is not None, sinks is not None, softcap is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -47,12 +48,12 @@ class Engine:
         self._traces: dict[int, Callable[..., Any]] | None = {} if depth > 1 else None
 
     def launch(self, plan: StepPlan) -> None:
-        tokens, positions = self._tokens(plan), mx.array(plan.positions)
+        arrays = Arrays(plan, self._previous)
         if self._traces is not None and plan.only_decodes:
-            logits = self._decode(plan, tokens, positions)
+            logits = self._decode(arrays)
         else:
-            rows = mx.array(plan.rows) if len(plan.rows) else None
-            logits = self._model(tokens, positions, self._attend(plan), rows)
+            rows = arrays.rows if len(plan.rows) else None
+            logits = self._model(arrays.tokens, arrays.positions, self._attend(plan, arrays), rows)
         out: tuple[mx.array, ...] = ()
         if len(plan.rows):
             out = choose(logits, plan.sampling, plan.topk)
@@ -75,20 +76,13 @@ class Engine:
     def close(self) -> None:
         self._model.restore()
 
-    def _tokens(self, plan: StepPlan) -> mx.array:
-        tokens = mx.array(plan.tokens)
-        if not (plan.feed >= 0).any():
-            return tokens
-        feed = mx.array(np.concatenate([plan.feed, np.full(len(plan.tokens) - len(plan.feed), -1, np.int32)]))
-        return mx.where(feed >= 0, self._previous[mx.maximum(feed, 0)], tokens)
-
-    def _decode(self, plan: StepPlan, tokens: mx.array, positions: mx.array) -> mx.array:
+    def _decode(self, given: Arrays) -> mx.array:
         """Logits of a step of decodes alone, from a trace. The pools are constants of it: they are written in place."""
         assert self._traces is not None
-        width = plan.tables.shape[1]
+        width = given.tables.shape[1]
         if width not in self._traces:
             self._traces[width] = mx.compile(self._traced(width * self._kv.block_size))
-        arrays = (tokens, positions, mx.array(plan.slots), mx.array(plan.tables), mx.array(plan.lengths))
+        arrays = (given.tokens, given.positions, given.slots, given.tables, given.lengths)
         logits: mx.array
         logits, orders = self._traces[width](*arrays, self._kv.orders())
         self._kv.set_orders(orders)
@@ -122,16 +116,15 @@ class Engine:
         spec = self._model.layers[layer]
         return {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "sinks": sinks}
 
-    def _attend(self, plan: StepPlan) -> Callable[..., mx.array]:
+    def _attend(self, plan: StepPlan, arrays: Arrays) -> Callable[..., mx.array]:
         kv, decodes = self._kv, len(plan.lengths)
-        slots = mx.array(plan.slots)
-        copies = mx.array(plan.copies) if len(plan.copies) else None
+        slots, tables, lengths = arrays.slots, arrays.tables, arrays.lengths
+        copies = arrays.copies if len(plan.copies) else None
         if copies is not None and self.facts.depth == 1:
             kv.copy_blocks(copies)
             copies = None
-        tables, lengths = mx.array(plan.tables), mx.array(plan.lengths)
         longest = int(plan.lengths.max()) if decodes else 0
-        segments = [(s, mx.array(s.table)) for s in plan.segments]
+        segments = list(zip(plan.segments, arrays.segments, strict=True))
 
         def attend(layer: int, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array | None) -> mx.array:
             options = self._options(layer, sinks)
@@ -145,6 +138,31 @@ class Engine:
             return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
         return attend
+
+
+class Arrays:
+    """A plan's arrays on the device, by one copy: what a kernel reads from the host's memory, it reads slowly."""
+
+    def __init__(self, plan: StepPlan, previous: mx.array) -> None:
+        """`previous`: the ids that the step before sampled."""
+        given = (plan.tokens, plan.positions, plan.slots, plan.tables, plan.lengths, plan.copies, plan.rows, plan.feed)
+        self.tokens, self.positions, self.slots, self.tables, self.lengths, self.copies, self.rows, feed, *tables = (
+            _on_device([*given, *(segment.table for segment in plan.segments)])
+        )
+        self.segments = tables
+        if (plan.feed >= 0).any():
+            decodes = len(plan.feed)
+            fed = mx.where(feed >= 0, previous[mx.maximum(feed, 0)], self.tokens[:decodes])
+            self.tokens = mx.concatenate([fed, self.tokens[decodes:]]) if decodes < len(plan.tokens) else fed
+
+
+def _on_device(arrays: list[Ints]) -> list[mx.array]:
+    stops = list(accumulate(array.size for array in arrays))
+    whole = mx.array(np.concatenate([array.ravel() for array in arrays]))
+    if mx.cuda.is_available():
+        whole = whole + 0  # by the device, so into its memory
+    parts = (whole[stop - array.size : stop] for array, stop in zip(arrays, stops, strict=True))
+    return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def build(source: Source, blocks: Blocks, block_size: int, progress: Progress | None, strict: bool) -> Engine:

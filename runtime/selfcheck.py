@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Root-mean-square difference of the logits, relative to their own size, that rounding may explain.
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 _PROMPTS = ((3, 1, 4, 1, 5, 9, 2), (2, 7, 1, 8, 2))
+_WIDE = 512
 
 
 def check(model: Model) -> None:
@@ -38,6 +39,15 @@ def check(model: Model) -> None:
     positions = mx.arange(start, start + tokens.size)
     routed = attempt(model.module, lambda: model(tokens, positions, DenseKV(model.layers).step([0] * tokens.size)))
     _compare(model, far, routed, f" at position {start}")
+    if mx.default_device().type == mx.DeviceType.gpu:
+        _run_wide(model)
+
+
+def _run_wide(model: Model) -> None:
+    """Run a step of as many rows as a prompt's chunk has: some of MLX's kernels take no more than so many."""
+    rows = mx.zeros((_WIDE,), mx.int32)
+    logits = attempt(model.module, lambda: model(rows, rows, lambda layer, q, k, v, sinks: q, mx.array([_WIDE - 1])))
+    attempt(model.module, lambda: mx.eval(logits))
 
 
 def _compare(model: Model, own: mx.array, routed: mx.array, where: str) -> None:

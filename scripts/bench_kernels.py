@@ -92,7 +92,10 @@ def measure(shape: Shape, quick: bool, peers: bool) -> Row:
         for _ in range(min(copies, 12))
     ]
     order = np.random.default_rng(0).permutation(blocks).astype(np.int32)
-    tables, lengths = mx.array(order.reshape(shape.rows, -1)), mx.full((shape.rows,), shape.length, dtype=mx.int32)
+    # As in a step of the runtime: tables and lengths are parts of one array in the device's memory. MLX would keep one
+    # or two lengths by themselves where the host can write them, and every block of a launch would wait for those.
+    plan = mx.concatenate([mx.array(order), mx.full((shape.rows,), shape.length, dtype=mx.int32)])
+    tables, lengths = plan[:blocks].reshape(shape.rows, -1), plan[blocks:]
     q = mx.random.normal((shape.rows, shape.heads, HEAD_DIM)).astype(dtype)
     mx.eval(pools, tables, lengths, q)
 

@@ -216,8 +216,11 @@ def periods_of(base: float, dims: int) -> mx.array:
 
 
 def check_rotation(dtype: mx.Dtype, rope: Rope, dim: int, furthest: int = 4096, tolerance: float | None = None) -> None:
-    """Against the reference path on the same device, which is `mx.fast.rope` and a scatter."""
-    for rows in (1, 32, 200):
+    """Against the reference path on the same device, which is `mx.fast.rope` and a scatter.
+
+    MLX's own kernel cannot be launched on CUDA for many rows of fewer than 16 pairs (mlx 0.32.4).
+    """
+    for rows in (1, 32, 200) if rope.dims >= 32 else (1, 32):
         arrays = random_turn(rows, dtype, dim)
         positions = mx.random.randint(0, furthest, (rows,))
         positions[-1] = furthest
@@ -296,4 +299,4 @@ def test_pipelined_rotations_stay_between_the_reads_around_them() -> None:
 
     found, expected = outputs(device().backend, False), outputs("reference", True)
     for one, other in zip(found, expected, strict=True):
-        assert error(one, to_numpy(other)) <= 1e-2
+        assert error(one, to_numpy(other)) <= 2 * TOLERANCE[mx.bfloat16]  # either is rounded
