@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import anyio
 from msgspec import Struct
 
-from pagefork.runtime.errors import PageforkError, SequenceBusy, SequenceClosed
+from pagefork.runtime.errors import SequenceBusy, SequenceClosed
 from pagefork.runtime.messages import Generate, Renew, Settle
 from pagefork.runtime.sequence import SequenceActor
 from pagefork.runtime.stream import Stream
@@ -60,15 +60,14 @@ class Generation(AsyncIterator[Step]):
             raise SequenceBusy("another task waits for the next token of this generation; let one task iterate")
         if stream is None:
             stream = await self._start()
-        if stream.read >= len(stream.tokens):
+        while stream.read >= len(stream.tokens):
+            if stream.done:
+                raise self._over(stream)
+            stream.waiting = True
             try:
-                more = await stream.wait()
-            except PageforkError:
-                self._abandon(stream)  # it failed: what it held goes back
-                raise
-            if not more:
-                self._leave()
-                raise StopAsyncIteration
+                await stream.signal.wait()
+            finally:
+                stream.waiting = False
         return self._take(stream)
 
     async def aclose(self) -> None:
@@ -120,6 +119,14 @@ class Generation(AsyncIterator[Step]):
         if finish is not None:
             text += self._text.flush()
         return Step(token, text, logprob, finish)
+
+    def _over(self, stream: Stream) -> BaseException:
+        """Why there are no more tokens; what a generation that failed held goes back."""
+        if stream.error is not None:
+            self._abandon(stream)
+            return stream.error
+        self._leave()
+        return StopAsyncIteration()
 
     def _leave(self) -> None:
         if self._stream is not None and not self._closed:

@@ -57,7 +57,7 @@ def choose(logits: mx.array, sampling: Sampling, topk: int = 0) -> tuple[mx.arra
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
     ids = sample(logits, total, sampling)
-    chosen = (ids, (mx.take_along_axis(logits, ids[:, None], axis=-1) - total)[:, 0])
+    chosen = (ids, (mx.take_along_axis(logits, ids[:, None], axis=-1) - total).squeeze(-1))
     return chosen + best(logits - total, topk) if topk else chosen
 
 

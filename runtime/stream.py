@@ -58,30 +58,21 @@ class Stream:
     def push(self, token: int, logprob: float) -> None:
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if self.waiting:
-            self.signal.set()
+        self.signal.set()
 
     def end(self, finish: str | None = None, error: BaseException | None = None, top: Any = None) -> None:
         """Say why no more tokens come; the first reason counts."""
         if not self.done:
             self.finish, self.error = finish, error
             self.top = top or []
-            if self.waiting:
-                self.signal.set()
+            self.signal.set()
 
-    async def wait(self) -> bool:
-        """Wait for an unread token; False when there are no more. Raises the stream's error after its last token."""
-        self.waiting = True
-        try:
-            while self.read >= len(self.tokens):
-                if self.error is not None:
-                    raise self.error
-                if self.finish is not None:
-                    return False
-                await self.signal.wait()
-        finally:
-            self.waiting = False
-        return True
+    async def wait(self) -> None:
+        """Wait until no more tokens come. Raises the stream's error."""
+        while not self.done:
+            await self.signal.wait()
+        if self.error is not None:
+            raise self.error
 
     def cut(self) -> None:
         """Drop what was not read; the reader finds the end."""
