@@ -126,14 +126,11 @@ class SequenceActor(Actor):
             await self._leave()
 
     async def serve(self, envelope: Envelope) -> None:
-        if isinstance(envelope.message, Renew) and not envelope.message.wait:
-            await super().serve(envelope)  # prompt, and the most frequent: not worth a scope
-            return
-        with anyio.CancelScope() as self._scope:
+        prompt = envelope.message == Renew()  # and the most frequent: not worth a scope
+        with contextlib.nullcontext() if prompt else anyio.CancelScope() as self._scope:
             await super().serve(envelope)
-        if self._scope.cancelled_caught and envelope.reply is not None:
+        if self._scope is not None and self._scope.cancelled_caught and envelope.reply is not None:
             envelope.reply.withdraw()
-        self._scope = None
         if self._stream is None and not self._left:
             self._held.rest()
 
@@ -450,9 +447,9 @@ class SequenceActor(Actor):
         stream.renew_at = self._renewal(stream)[0] if limit < end - 1 else None
 
     def _renewal(self, stream: Stream) -> tuple[int, int]:
-        """At how many tokens read the lease should be renewed, a quarter before it ends; and those that it gives."""
-        last = stream.limit - len(self._tokens) + 1
-        return max(last - (self._house.lease + 2) // 4, 1), last
+        """At how many tokens read to renew the lease, which not all that began together do together; and its last."""
+        last, lease = stream.limit - len(self._tokens) + 1, self._house.lease
+        return max(last - (lease + 2) // 4 - self.owner % max(lease // 8, 1), 1), last
 
     # Blocks
 
