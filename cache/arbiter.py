@@ -173,8 +173,7 @@ class Arbiter:
             self._end(party.ticket)
         self._begin(party, priority, now)
         ticket = _Ticket(next(self._numbers), party, length, write_from, tokens, deadline)
-        table = self.ledger.table(owner)
-        blocks = -(-max(length, 0 if table is None else table.length) // self.ledger.pool.block_size)
+        blocks = self.ledger.span(owner, length)
         if blocks > self.ledger.pool.num_blocks:
             return Refused(ticket.number, owner, "too large", blocks, self.ledger.pool.num_blocks)
         if party.leaving is not None:

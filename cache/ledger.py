@@ -62,10 +62,14 @@ class Ledger:
     allocation finds no free ones: free + idle + held = all. Costs depend on the blocks of a call, never on the pool.
     """
 
-    def __init__(self, pool: BlockPool, prefix: bool = True, namespace: str = "") -> None:
-        """`prefix` False: nothing is published or adopted. `namespace` names the weights, see PrefixIndex."""
+    def __init__(self, pool: BlockPool, prefix: bool = True, namespace: str = "", *, window: int | None = None) -> None:
+        """`prefix` False: nothing is published or adopted. `namespace` names the weights, see PrefixIndex.
+
+        `window`: a query at position i reads none before `i - window + 1`, in any layer. None: it may read all.
+        """
         self.pool = pool
         self.prefix = prefix
+        self.window = window
         self.index = PrefixIndex(pool, namespace)
         self.copies = 0
         self.copied_rows = 0
@@ -107,8 +111,15 @@ class Ledger:
     def held(self, owner: int) -> Ids:
         """The blocks whose references `release` would return, those of pins included, int32."""
         table, pins = self._tables.get(owner), self._pins.get(owner)
-        ids = np.empty(0, dtype=np.int32) if table is None else table.ids
+        ids = np.empty(0, dtype=np.int32) if table is None else table.live
         return np.concatenate([ids, np.array(pins, dtype=np.int32)]) if pins else ids
+
+    def span(self, owner: int, length: int) -> int:
+        """How many blocks the owner's table names once it covers `length` tokens."""
+        table = self._tables.get(owner)
+        if table is None:
+            return -(-length // self.pool.block_size)
+        return table.blocks_for(max(length, table.length)) - table.trimmed
 
     def quote(
         self,
@@ -132,12 +143,15 @@ class Ledger:
         new = -(-length // size)
         if tokens is None or not self.prefix or not len(self.index):
             return Quote(new, self.available)
-        # The last token is left to compute, or there would be no logits to go on from.
-        stop = min(len(tokens) - 1, length) // size
+        # The last token is left to compute, or there would be no logits to go on from. With a window, the blocks that
+        # are found may be many and those that are needed few.
+        stop = (len(tokens) - 1 if self.window else min(len(tokens) - 1, length)) // size
         chain = self.index.follow(known or self.index.root, tokens, stop)
         adopted = self.index.ids(chain)
+        if self.window:
+            adopted = adopted[first_needed(chain.depth * size, self.window, size) :]
         revived = self.index.count_idle(adopted)
-        return Quote(new - len(adopted), self.available - revived, revived, chain, adopted)
+        return Quote(max(0, new - chain.depth), self.available - revived, revived, chain, adopted)
 
     def reserve(self, owner: int, length: int, write_from: int | None = None, tokens: Tokens | None = None) -> Grant:
         """Cover `length` tokens; with `write_from`, make the blocks of positions `[write_from, length)` its own.
@@ -145,7 +159,8 @@ class Ledger:
         A block shared with others is replaced by a fresh one and a copy of its rows before `write_from`; one that is
         only published is unpublished. An owner without blocks first adopts the longest published chain that `tokens`
         begin with, at most `(len(tokens) - 1) // block_size` blocks, and writes behind it: `write_from` does not
-        matter then. All or nothing: BlocksExhausted when too few blocks are free or idle.
+        matter then. With a window the chain may be longer than `length`, and the owner adopts the end of it that the
+        next token needs, after holes. All or nothing: BlocksExhausted when too few blocks are free or idle.
         """
         quote = self.quote(owner, length, write_from, tokens)
         if quote.short:
@@ -170,7 +185,7 @@ class Ledger:
         for block in withdrawn:
             if self.index.published[block]:
                 self.index.unpublish(block)
-        first = 0 if hit else min([len(table), *replaced])
+        first = table.trimmed if hit else min([len(table), *replaced])
         copies = self._replace(owner, table, replaced, fresh.tolist(), write_from or 0)
         table.grow(fresh[len(replaced) :])
         table.advance(length - table.length)
@@ -191,6 +206,8 @@ class Ledger:
             return
         stop = min(computed, table.length) // self.pool.block_size
         chain = self._chains.get(owner, self.index.root)
+        if table.trimmed and self.index.depth(chain) < table.trimmed:
+            return  # what comes before was evicted, and is not in the table either
         if stop > chain.depth:
             self._chains[owner] = self.index.publish(chain, tokens, table.ids, stop)
 
@@ -203,10 +220,18 @@ class Ledger:
             chain = self.index.clip(chain, length // self.pool.block_size)
         for child in children:
             copy = table.fork(length)
-            self.pool.retain(copy.ids)
+            self.pool.retain(copy.live)
             self._tables[child] = copy
             if chain is not None:
                 self._chains[child] = chain
+
+    def trim(self, owner: int, start: int) -> int:
+        """Let go of the blocks whose positions all lie before `start`; returns how many became free or idle.
+
+        Neither the owner nor a step in flight may read them. TableError when none would be left. Cost: those let go.
+        """
+        table = self._tables.get(owner)
+        return 0 if table is None or not len(table) else self._drop(table.trim(start))
 
     def shrink(self, owner: int, length: int) -> int:
         """Keep the blocks of the first `length` tokens; returns how many blocks became free or idle."""
@@ -230,7 +255,7 @@ class Ledger:
         table = self._tables.pop(owner, None)
         chain = self._chains.pop(owner, None)
         if table is not None:
-            freed += self._drop(table.ids)
+            freed += self._drop(table.live)
         if chain is not None and chain.borrowed:
             self.index.touch(chain)
         return freed
@@ -239,7 +264,7 @@ class Ledger:
         """Raise AssertionError unless refcounts equal what tables, pins and index name (P1). Cost: all blocks."""
         expected = np.zeros(self.pool.num_blocks, dtype=np.int64)
         for table in self._tables.values():
-            np.add.at(expected, table.ids, 1)
+            np.add.at(expected, table.live, 1)
         for pins in self._pins.values():
             np.add.at(expected, pins, 1)
         held = int((expected > 0).sum())
@@ -255,6 +280,9 @@ class Ledger:
         if not quote.adopted or quote.chain is None:
             return 0
         self.index.adopt(quote.adopted)
+        if skipped := quote.chain.depth - len(quote.adopted):
+            table.skip(skipped)
+            self.index.touch(quote.chain)
         table.grow(quote.adopted)
         hit = table.capacity
         table.advance(hit)
@@ -308,3 +336,11 @@ class Ledger:
 
     def _drop(self, ids: Ids) -> int:
         return self.pool.free(ids) + self.index.settle(ids)
+
+
+def first_needed(position: int, window: int, block_size: int) -> int:
+    """The first table entry that a query at or after `position` reads, or one at the start of the block before it.
+
+    That far back a sequence goes whose copies were granted and not done.
+    """
+    return max(0, position // block_size * block_size - window + 1) // block_size

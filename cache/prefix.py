@@ -153,6 +153,10 @@ class PrefixIndex:
             at -= 1
         return Chain(at, block, self._serial_of(block), root, borrowed)
 
+    def depth(self, chain: Chain) -> int:
+        """How many blocks the chain has; none when it is stale."""
+        return self._current(chain).depth
+
     def ids(self, chain: Chain) -> list[int]:
         """The chain's block ids, head first; none when it is stale."""
         block = self._current(chain).block

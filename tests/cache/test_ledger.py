@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagefork.cache.blocks import BlockPool, BlocksExhausted
-from pagefork.cache.ledger import Ledger
+from pagefork.cache.ledger import Ledger, first_needed
+from pagefork.cache.table import HOLE
 
 BLOCKS, SIZE = 12, 3
 
@@ -42,7 +43,7 @@ class Sharing(RuleBasedStateMachine):
         owner = self.pick(data)
         if self.due.get(owner):
             return
-        start = max(0, len(self.said[owner]) - back)
+        start = max(self.unread(owner), len(self.said[owner]) - back)
         stop = start + more
         if stop < len(self.said[owner]):
             return
@@ -79,17 +80,37 @@ class Sharing(RuleBasedStateMachine):
         self.ledger.share(owner, children, length)
         assert self.ledger.pool.num_free == free, "sharing takes no block"
         for child in children:
-            self.said[child] = self.said[owner][:length]
+            self.said[child] = self.said[owner][: length if length > self.unread(owner) else 0]
 
     @precondition(lambda self: self.said)
     @rule(data=st.data())
     def shrink(self, data: st.DataObject) -> None:
         owner = self.pick(data)
         length = data.draw(st.integers(0, len(self.said[owner])))
+        if length <= self.unread(owner):
+            length = 0
         free = self.ledger.pool.num_free
         assert self.ledger.shrink(owner, length) == self.ledger.pool.num_free - free
         del self.said[owner][length:]
         assert len(self.table(owner)) == -(-length // SIZE)
+
+    @precondition(lambda self: self.said)
+    @rule(data=st.data())
+    def trim(self, data: st.DataObject) -> None:
+        """Positions before a start are never read again."""
+        owner = self.pick(data)
+        table = self.table(owner)
+        if not table:
+            return
+        start = data.draw(st.integers(0, (len(table) - 1) * SIZE))
+        free = self.ledger.pool.num_free
+        assert self.ledger.trim(owner, start) == self.ledger.pool.num_free - free
+        gone = max(start // SIZE, table.count(HOLE))
+        assert self.table(owner) == [HOLE] * gone + table[gone:]
+
+    def unread(self, owner: int) -> int:
+        """Positions at the start that were given back."""
+        return self.table(owner).count(HOLE) * SIZE
 
     @precondition(lambda self: any(self.due.values()))
     @rule(data=st.data())
@@ -115,15 +136,16 @@ class Sharing(RuleBasedStateMachine):
     @invariant()
     def conserved(self) -> None:
         self.ledger.check()
-        held = Counter(block for owner in self.said for block in self.table(owner))
+        held = Counter(block for owner in self.said for block in self.table(owner) if block != HOLE)
         held.update(source for due in self.due.values() for source, _, _ in due)
         assert dict(held) == {b: int(n) for b, n in enumerate(self.ledger.pool.refcounts) if n}
 
     @invariant()
     def content_is_each_owners_own(self) -> None:
         for owner, said in self.said.items():
-            table = self.table(owner)
-            assert [int(self.content[table[p // SIZE] * SIZE + p % SIZE]) for p in range(len(said))] == said
+            table, first = self.table(owner), self.unread(owner)
+            read = [int(self.content[table[p // SIZE] * SIZE + p % SIZE]) for p in range(first, len(said))]
+            assert read == said[first:]
 
     def teardown(self) -> None:
         for owner in self.said:
@@ -173,3 +195,37 @@ def test_check_finds_a_reference_that_nobody_holds() -> None:
     ledger.pool.retain([0])
     with pytest.raises(AssertionError, match="refcounts"):
         ledger.check()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_first_entry_needed_holds_the_start_of_the_window_of_the_block_before(window: int, size: int) -> None:
+    for position in range(40):
+        first = first_needed(position, window, size)
+        oldest = max(0, position - position % size - window + 1)
+        assert first * size <= oldest < (first + 1) * size
+
+
+def test_trimmed_blocks_that_were_published_are_kept_until_others_need_them() -> None:
+    ledger = Ledger(BlockPool(5, 2), window=3)
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    ledger.reserve(1, 8, 0)
+    ledger.publish(1, tokens, 8)
+    assert ledger.trim(1, 5) == 2
+    assert (ledger.cached, ledger.referenced, ledger.span(1, 8), ledger.span(1, 11)) == (2, 2, 2, 4)
+    grant = ledger.reserve(2, 9, 0, [*tokens, 9])
+    assert (grant.first, len(grant.ids), grant.hit) == (3, 2, 8), "of the prefix it takes the end that it reads"
+    ledger.check()
+    ledger.reserve(1, 10, 8)
+    assert ledger.evictions == 1 and ledger.index.lookup(tokens) == [0], "a head is kept before what comes after it"
+    ledger.publish(1, [*tokens, 9, 10], 10)
+    assert len(ledger.index) == 1, "what follows a block that is gone stays unpublished"
+    ledger.check()
+    for owner in (1, 2):
+        ledger.release(owner)
+    assert ledger.available == 5 and ledger.cached == 1
+
+
+def test_trimming_an_owner_without_blocks_does_nothing() -> None:
+    ledger = Ledger(BlockPool(2, 4))
+    assert ledger.trim(7, 100) == 0 and ledger.span(7, 5) == 2

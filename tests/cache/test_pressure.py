@@ -1,5 +1,7 @@
 """Ledger, prefix index and arbiter on a pool that is too small, against a memory that says what each row was made of.
 
+Some pools serve a model of windows: its owners trim their tables, and need no row that is out of the window.
+
 PAGEFORK_RUNS asks for more runs than the 200 of 100 steps each.
 """
 
@@ -16,8 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pagefork.cache.arbiter import AGEING, Arbiter, Event, Expired, Granted, Preempt, Refused, Waiting, Yield
 from pagefork.cache.blocks import BlockPool
-from pagefork.cache.ledger import Grant, Ledger
+from pagefork.cache.ledger import Grant, Ledger, first_needed
 from pagefork.cache.prefix import PrefixIndex
+from pagefork.cache.table import HOLE
 
 PICKS = st.integers(0, 63)
 # Two tokens, so that sequences meet by chance and the index has something to confuse.
@@ -46,6 +49,11 @@ class Sequence:
     def rank(self) -> tuple[float, int]:
         return self.arrival - self.priority * AGEING, self.order
 
+    @property
+    def next(self) -> int:
+        """The lowest position at which it may compute a token."""
+        return max(0, min(self.computed, len(self.tokens) - 1))
+
 
 class Pressure(RuleBasedStateMachine):
     hash_values: ClassVar[int | None] = None
@@ -55,9 +63,11 @@ class Pressure(RuleBasedStateMachine):
         size=st.integers(1, 4),
         prefix=st.sampled_from([True, True, True, False]),
         eager=st.booleans(),
+        window=st.none() | st.integers(1, 9),
     )
-    def start(self, blocks: int, size: int, prefix: bool, eager: bool) -> None:
-        self.ledger = Ledger(BlockPool(blocks, size), prefix)
+    def start(self, blocks: int, size: int, prefix: bool, eager: bool, window: int | None) -> None:
+        self.ledger = Ledger(BlockPool(blocks, size), prefix, window=window)
+        self.window = window
         values = self.hash_values
         if values is not None:
             self.ledger.index = PrefixIndex(
@@ -82,6 +92,14 @@ class Pressure(RuleBasedStateMachine):
     def table(self, owner: int) -> list[int]:
         table = self.ledger.table(owner)
         return [] if table is None else table.ids.tolist()
+
+    def trimmed(self, owner: int) -> int:
+        table = self.ledger.table(owner)
+        return 0 if table is None else table.trimmed
+
+    def low(self, position: int) -> int:
+        """The first position that is read at `position` or later."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
 
     def new(self, tokens: list[int]) -> Sequence:
         self.owners += 1
@@ -138,13 +156,16 @@ class Pressure(RuleBasedStateMachine):
             one.ticket = answer.ticket
             self.tickets[answer.ticket] = one
         elif isinstance(answer, Refused):
-            assert (answer.reason == "too large") == (-(-len(wanted) // self.size) > self.ledger.pool.num_blocks)
+            assert (answer.reason == "too large") == (
+                -(-len(wanted) // self.size) - self.trimmed(one.owner) > self.ledger.pool.num_blocks
+            )
         else:
             assert one.named, "only a victim is told to yield at once"
 
     def compute(self, one: Sequence, grant: Grant) -> None:
         table, refcounts = self.table(one.owner), self.ledger.pool.refcounts
         assert table[grant.first :] == grant.ids and len(table) >= -(-len(one.wanted) // self.size)
+        assert set(table[: grant.first]) <= {HOLE} or not grant.hit
         for source, target, rows in grant.copies:
             assert 0 < rows < self.size and refcounts[source] >= 1 and refcounts[target] == 1
         one.copies = grant.copies
@@ -183,7 +204,9 @@ class Pressure(RuleBasedStateMachine):
         if one is None:
             return
         self.do_copies(one)
-        length %= one.computed + 1
+        # Not shorter than what the owner still has a window for.
+        shortest = self.trimmed(one.owner) * self.size + (self.window or 0) if self.trimmed(one.owner) else 0
+        length = max(length % (one.computed + 1), min(shortest, one.computed))
         available = self.ledger.available
         children = [self.new(one.tokens[:length]) for _ in range(count)]
         self.arbiter.share(one.owner, [child.owner for child in children], length, self.now)
@@ -201,6 +224,25 @@ class Pressure(RuleBasedStateMachine):
         one.computed = min(one.computed, length)
         available = self.ledger.available
         assert self.ledger.shrink(one.owner, length) == self.ledger.available - available
+        if self.low(one.next) < self.trimmed(one.owner) * self.size or not self.table(one.owner):
+            self.arbiter.release(one.owner)
+            one.computed, one.named = 0, False
+        self.tick(0)
+
+    @rule(pick=PICKS, all_the_way=st.booleans())
+    def trim(self, pick: int, all_the_way: bool) -> None:
+        """Give back what is out of the window, waiting for more, told to leave, or with copies to do as it may be."""
+        one = self.pick(pick, waiting=True)
+        if one is None or self.window is None or not self.table(one.owner):
+            return
+        first = min(first_needed(one.next, self.window, self.size), len(self.table(one.owner)) - 1)
+        if not all_the_way:
+            first //= 2
+        available, table, live = self.ledger.available, self.table(one.owner), self.ledger.referenced
+        assert self.ledger.trim(one.owner, first * self.size) == self.ledger.available - available
+        first = max(first, table.count(HOLE))
+        assert self.table(one.owner) == [HOLE] * first + table[first:]
+        assert self.ledger.trim(one.owner, first * self.size) == 0 and self.ledger.referenced <= live
         self.tick(0)
 
     @rule(pick=PICKS)
@@ -307,7 +349,7 @@ class Pressure(RuleBasedStateMachine):
     def everyone_reads_its_own(self) -> None:
         for one in getattr(self, "live", {}).values():
             table = self.table(one.owner)
-            for position in range(one.computed if not one.copies else 0):
+            for position in range(self.low(one.next), one.computed if not one.copies else 0):
                 row = self.memory[table[position // self.size] * self.size + position % self.size]
                 assert row == tuple(one.tokens[: position + 1])
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pagefork.cache.table import BlockTable, TableError
+from pagefork.cache.table import HOLE, BlockTable, TableError
 
 
 def table_of(ids: list[int], length: int, block_size: int = 4) -> BlockTable:
@@ -129,3 +129,69 @@ def test_what_the_table_does_not_cover_is_refused(call: Callable[[BlockTable], o
 def test_a_block_size_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="positive"):
         BlockTable(0)
+
+
+def trimmed_table() -> BlockTable:
+    """Fifteen positions in blocks of four, of which the first two went back."""
+    table = table_of([9, 8, 7, 6], 15)
+    assert table.trim(9).tolist() == [9, 8]
+    return table
+
+
+def test_trimming_makes_holes_of_what_lies_wholly_before_a_position() -> None:
+    table = table_of([9, 8, 7, 6], 15)
+    assert table.trim(3).tolist() == [] and table.trim(7).tolist() == [9] and table.trim(7).tolist() == []
+    assert table.trim(12).tolist() == [8, 7] and table.trim(4).tolist() == []
+    assert table.ids.tolist() == [HOLE, HOLE, HOLE, 6] and table.live.tolist() == [6]
+    assert (table.trimmed, table.length, table.capacity, len(table)) == (3, 15, 16, 4)
+    assert table.slots(12, 14).tolist() == [24, 25]
+    with pytest.raises(TableError, match="nothing would be left"):
+        table.trim(16)
+
+
+def test_what_was_given_back_cannot_be_named_again() -> None:
+    table = trimmed_table()
+    refcounts = np.ones(10, dtype=np.int32)
+    for misuse in (
+        lambda: table.slots(7, 9),
+        lambda: table.shared(7, 9, refcounts),
+        lambda: table.replace(1, 5),
+        lambda: table.filled(1, 5),
+    ):
+        with pytest.raises(TableError):
+            misuse()
+    assert table.shared(8, 9, refcounts).tolist() == [] and table.ids.tolist() == [HOLE, HOLE, 7, 6]
+
+
+@pytest.mark.parametrize("length", [15, 12, 9])
+def test_a_fork_and_a_truncation_keep_the_holes_before_what_is_left(length: int) -> None:
+    table = trimmed_table()
+    child = table.fork(length)
+    left = [7, 6][: -(-length // 4) - 2]
+    assert (child.ids.tolist(), child.trimmed, child.length) == ([HOLE, HOLE, *left], 2, length)
+    assert table.truncate(length).tolist() == [7, 6][len(left) :]
+    assert (table.ids.tolist(), table.live.tolist(), table.length) == (child.ids.tolist(), left, length)
+    table.grow([1])
+    assert table.live.tolist() == [*left, 1]
+
+
+@pytest.mark.parametrize("length", [8, 5, 0])
+def test_where_nothing_but_holes_would_be_left_there_is_nothing(length: int) -> None:
+    table = trimmed_table()
+    child = table.fork(length)
+    assert (len(child), child.length, child.trimmed) == (0, 0, 0)
+    assert table.truncate(length).tolist() == [7, 6]
+    assert (len(table), table.length, table.trimmed) == (0, 0, 0)
+    table.grow([4])
+    table.advance(2)
+    assert table.slots(0, 2).tolist() == [16, 17]
+
+
+def test_a_table_may_begin_with_holes() -> None:
+    table = BlockTable(4)
+    table.skip(2)
+    table.grow([7])
+    table.advance(11)
+    assert table.ids.tolist() == [HOLE, HOLE, 7] and table.live.tolist() == [7] and table.trimmed == 2
+    with pytest.raises(TableError):
+        table.skip(1)
