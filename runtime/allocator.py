@@ -26,6 +26,7 @@ from pagefork.runtime.messages import (
     Share,
     Shrink,
     Surrender,
+    Trim,
     Yielded,
 )
 
@@ -44,10 +45,11 @@ class Allocator(Actor):
         *,
         prefix: bool = True,
         max_queue: int | None = None,
+        window: int | None = None,
         preempt: Callable[[int], None] = lambda owner: None,
     ) -> None:
         super().__init__("allocator", capacity=4096)
-        self.ledger = Ledger(BlockPool(num_blocks, block_size), prefix)
+        self.ledger = Ledger(BlockPool(num_blocks, block_size), prefix, window=window)
         self.arbiter = Arbiter(self.ledger, max_queue=max_queue)
         self.waited = 0
         self._preempt = preempt
@@ -85,6 +87,8 @@ class Allocator(Actor):
                 self.arbiter.share(owner, children, length, anyio.current_time())
             case Shrink(owner=owner, length=length):
                 ledger.shrink(owner, length)
+            case Trim(owner=owner, start=start):
+                ledger.trim(owner, start)
             case Copied(owner=owner):
                 ledger.copied(owner)
             case Publish(owner=owner, tokens=tokens, computed=computed):

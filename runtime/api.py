@@ -59,7 +59,8 @@ class Sequence:
         return self._actor.dead is not None
 
     async def append(self, tokens: Prompt, *, deadline: float | None = None) -> None:
-        """Add tokens, or a text that is encoded as a continuation, and reserve their blocks.
+        """Add tokens, or a text that is encoded as a continuation, and reserve their blocks: where every layer has a
+        window, those of as many as are held at once.
 
         A running generation ends first, at the last token taken, also where nothing is appended then. K and V of the
         new tokens are computed when they are first needed. deadline: seconds to wait for blocks; default `patience` of
@@ -110,8 +111,9 @@ class Sequence:
     async def read_kv(self, layer: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """A copy of the layer's K and V, float32 `[computed, kv_heads, head_dim]`; the last tokens may be pending.
 
-        A running generation ends first. After a preemption there may be none: nothing is computed for this. Raises
-        InvalidRequest, SequenceBusy.
+        A running generation ends first. After a preemption there may be none: nothing is computed for this. Positions
+        whose blocks were given back, since they are out of every layer's window, are NaN. Raises InvalidRequest,
+        SequenceBusy.
         """
         layer = whole("layer", layer, 0, self._house.facts.layers - 1)
         k, v = await self._actor.ask(ReadKV(layer))

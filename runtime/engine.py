@@ -74,6 +74,7 @@ class Facts:
     """What the actors need to know of an engine.
 
     depth: steps that may be in flight. kv_bytes: those of all pools. blocks: how many it made where it was to decide.
+    window: no layer's query reads more positions than these last, its own included; None where a layer reads all.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Facts:
     depth: int
     kv_bytes: int
     blocks: int | None = None
+    window: int | None = None
 
 
 class StepEngine(Protocol):

@@ -14,6 +14,7 @@ from pagefork import kernels
 from pagefork.cache.kv import KVError, PagedKVCache, UnsupportedDtype
 from pagefork.runtime.engine import Facts, Ints, StepPlan, StepResult
 from pagefork.runtime.errors import InvalidRequest, KernelMismatch, UnsupportedModel
+from pagefork.runtime.layers import widest_window
 from pagefork.runtime.log import log
 from pagefork.runtime.memory import blocks_that_fit
 from pagefork.runtime.models import Model, Progress, Source, load
@@ -40,6 +41,7 @@ class Engine:
             depth=depth,
             kv_bytes=kv.nbytes,
             blocks=kv.num_blocks,
+            window=widest_window(model.layers),
         )
         self._model = model
         self._kv = kv

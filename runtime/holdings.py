@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import array
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from pagefork.cache.ledger import first_needed
 from pagefork.runtime.allocator import Allocator
 from pagefork.runtime.errors import PoolExhausted
 from pagefork.runtime.messages import (
@@ -17,6 +19,7 @@ from pagefork.runtime.messages import (
     Reserve,
     Shrink,
     Surrender,
+    Trim,
     Yielded,
 )
 
@@ -24,10 +27,33 @@ Tokens = array.array  # of C ints
 Answer = Granted | Yielded | Exhausted
 
 
+@dataclass(frozen=True)
+class Window:
+    """Every layer's window: no query reads more than the `size` last positions, so blocks before them are given back.
+
+    part: tokens for which blocks are asked at a time beyond those that are computed, or beyond the window's size.
+    """
+
+    size: int
+    part: int
+
+
+def window_of(size: int | None, num_blocks: int, block_size: int, chunk: int) -> Window | None:
+    """The window of a model in a pool, with parts of a prompt chunk where they fit.
+
+    None where a layer has no window (`size` None), or the pool cannot hold a whole one: nothing is given back then.
+    """
+    if size is None:
+        return None
+    spare = num_blocks - -(-(size - 1) // block_size) - 1
+    return Window(size, min(chunk, spare * block_size)) if spare > 0 else None
+
+
 class Holdings:
     """The sequence's half of what it and the allocator say to each other. The allocator's ledger is the truth.
 
-    The first `computed` tokens have K and V in the blocks of `table`. `tokens` gives all the sequence has.
+    The first `computed` tokens have K and V in the blocks of `table`. `tokens` gives all the sequence has. Of the
+    `table`, the first `trimmed` entries name blocks no more: they were given back, and hold 0.
     """
 
     def __init__(
@@ -39,15 +65,19 @@ class Holdings:
         *,
         table: Tokens[int] | None = None,
         computed: int = 0,
+        trimmed: int = 0,
         priority: float = 0.0,
+        window: Window | None = None,
     ) -> None:
         self.table = Tokens("i") if table is None else table
         self.computed = computed
+        self.trimmed = trimmed
         self._owner = owner
         self._allocator = allocator
         self._block_size = block_size
         self._tokens = tokens
         self._priority = priority
+        self._window = window
         self._published = 0
         self._active = False
 
@@ -55,6 +85,11 @@ class Holdings:
     def capacity(self) -> int:
         """Positions that the blocks cover."""
         return len(self.table) * self._block_size
+
+    def reach(self, length: int) -> int:
+        """For how many of `length` tokens to ask for blocks now: with a window, for no more than are held at once."""
+        window = self._window
+        return length if window is None else min(length, max(self.computed, window.size) + window.part)
 
     async def ask(
         self,
@@ -94,6 +129,9 @@ class Holdings:
         """Take a grant into the table; returns the copies to submit. Raises PoolExhausted."""
         if isinstance(answer, Exhausted):
             raise PoolExhausted(answer.wanted, answer.free, answer.total)
+        if answer.hit:
+            self.table = Tokens("i", [0]) * answer.first
+            self.trimmed = answer.first
         self.table[answer.first :] = Tokens("i", answer.ids)
         if answer.hit:
             self.computed = answer.hit
@@ -113,9 +151,23 @@ class Holdings:
             self._published = blocks
             self._allocator.post(Publish(self._owner, self._tokens(), computed))
 
+    def trim(self, position: int) -> None:
+        """Give back the blocks that no query at or after `position` reads; no step in flight has one before it."""
+        first = min(self._needed(position), len(self.table) - 1)
+        if first > self.trimmed:
+            self.table[self.trimmed : first] = Tokens("i", [0]) * (first - self.trimmed)
+            self.trimmed = first
+            self._allocator.post(Trim(self._owner, first * self._block_size))
+
     def shrink(self, length: int) -> None:
-        """Give back the blocks past the first `length` tokens."""
+        """Give back the blocks past the first `length` tokens.
+
+        All of them where those tokens cannot go on without blocks that were trimmed: a layer reads a window of what the
+        layer below made of a window before it, so K and V are the same only if they are computed from the start.
+        """
         self._clip(length)
+        if self.trimmed > self._needed(min(self.computed, length - 1)):
+            self.surrender()
         del self.table[-(-length // self._block_size) :]
         self._allocator.post(Shrink(self._owner, length))
 
@@ -123,6 +175,7 @@ class Holdings:
         """Give up every block; what was computed may be found again among the published ones."""
         self.publish(self.computed)
         del self.table[:]
+        self.trimmed = 0
         self._clip(0)
         self._allocator.post(Surrender(self._owner))
 
@@ -136,6 +189,11 @@ class Holdings:
         """Return everything, for good."""
         self._active = False
         self._allocator.post(Release(self._owner))
+
+    def _needed(self, position: int) -> int:
+        """The first table entry that a query at or after `position` reads."""
+        window = self._window
+        return 0 if window is None else first_needed(position, window.size, self._block_size)
 
     def _clip(self, length: int) -> None:
         """Positions from `length` on will hold something else."""

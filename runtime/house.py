@@ -11,6 +11,7 @@ import anyio
 from pagefork.runtime.allocator import Allocator
 from pagefork.runtime.engine import Facts, Ints
 from pagefork.runtime.errors import DeadlineExceeded, RuntimeClosed
+from pagefork.runtime.holdings import Window
 from pagefork.runtime.messages import Preempt
 from pagefork.runtime.worker import Worker
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 class House:
     """The two actors that all sequences talk to, and the facts they need.
 
-    block_size: tokens per block. lease: tokens a generation may run ahead of its reader. max_context: tokens.
+    block_size: tokens per block. lease: tokens a generation may run ahead of its reader. max_context: tokens. window:
+    where blocks fall out of use while their sequence goes on.
     patience: seconds that an operation waits for blocks. max_sequences: how many may live at once, or None.
     spawn starts an actor's task; `read_kv(layer, table, length)` asks the engine.
     """
@@ -37,6 +39,7 @@ class House:
         max_context: int,
         patience: float,
         max_sequences: int | None,
+        window: Window | None,
         spawn: Callable[[SequenceActor], None],
         read_kv: Callable[[int, Ints, int], Awaitable[Any]],
     ) -> None:
@@ -49,6 +52,7 @@ class House:
         self.max_context = max_context
         self.patience = patience
         self.max_sequences = max_sequences
+        self.window = window
         self._room: deque[anyio.Event] = deque()
         self._called = 0
         self.spawn = spawn

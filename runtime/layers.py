@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,12 @@ class LayerSpec:
     window: int | None = None
     sinks: bool = False
     softcap: float | None = None
+
+
+def widest_window(layers: Sequence[LayerSpec]) -> int | None:
+    """The largest window of the layers; None where one of them has none."""
+    windows = [layer.window for layer in layers]
+    return max((window for window in windows if window is not None), default=None) if None not in windows else None
 
 
 def layer_spec(probe: Probe) -> LayerSpec:

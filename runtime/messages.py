@@ -4,7 +4,7 @@ caller    -> Sequence   Append, Generate, Fork, Truncate, TopK, ReadKV          
                         Close                                                       (urgent tell)
 reader    -> Sequence   Renew, Settle                                               (urgent tell)
 Sequence  -> Allocator  Reserve -> Granted | Yielded | Exhausted, Share -> None     (ask)
-                        Shrink, Copied, Publish, Idle, Surrender, Release           (urgent tell)
+                        Trim, Shrink, Copied, Publish, Idle, Surrender, Release     (urgent tell)
 Allocator -> Sequence   Preempt                                                     (urgent tell)
 Sequence  -> itself     Resume, Preempt, Renew                                      (urgent tell)
 Sequence  -> Worker     Submit (answers come in the job's Stream)                   (tell)
@@ -119,7 +119,8 @@ class Reserve(Message, frozen=True):
 class Granted(Message, frozen=True):
     """The owner's table from entry `first` on; `copies` are (source, destination, filled rows), to be done first.
 
-    hit: the table's first tokens whose K and V are there already.
+    hit: the table's first tokens whose K and V are there already, as far as a window lets the next one read them: where
+    the table had no entries, those before `first` have no blocks.
     """
 
     first: int
@@ -153,6 +154,13 @@ class Shrink(Message, frozen=True):
 
     owner: int
     length: int
+
+
+class Trim(Message, frozen=True):
+    """The owner gives back the blocks whose positions all lie before `start`; no step in flight reads them."""
+
+    owner: int
+    start: int
 
 
 class Copied(Message, frozen=True):
@@ -197,8 +205,8 @@ class Audit(Message, frozen=True):
 class Submit(Message, frozen=True):
     """Compute `tokens` at positions from `start` on, then sample up to position `end`, or take the best `topk`.
 
-    `table` covers at least `limit` positions, those that may be written. With neither sampling nor topk the K
-    and V are computed and nothing else.
+    `table` covers at least `limit` positions, those that may be written; where all layers have windows, the entries
+    before those that are read hold any block. With neither sampling nor topk the K and V are computed and nothing else.
     """
 
     owner: int

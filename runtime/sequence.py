@@ -64,6 +64,7 @@ class SequenceActor(Actor):
         *,
         computed: int = 0,
         table: Tokens[int] | None = None,
+        trimmed: int = 0,
         lineage: int = 0,
         priority: float = 0.0,
         patience: float | None = None,
@@ -79,7 +80,9 @@ class SequenceActor(Actor):
             self._all,
             table=table,
             computed=computed,
+            trimmed=trimmed,
             priority=priority,
+            window=house.window,
         )
         self._lineage = lineage
         self._priority = priority
@@ -196,7 +199,7 @@ class SequenceActor(Actor):
             case Truncate(length=length):
                 return self._truncate(length)
             case ReadKV(layer=layer):
-                return await self._house.read_kv(layer, np.array(self._held.table, dtype=np.int32), self._held.computed)
+                return await self._read_kv(layer)
         return await super().handle(message)
 
     # What callers ask for
@@ -240,6 +243,12 @@ class SequenceActor(Actor):
         length = self._need_tokens()
         return (await self._compute(Submit(owner=self.owner, topk=k), length)).top
 
+    async def _read_kv(self, layer: int) -> tuple[Any, Any]:
+        held = self._held
+        k, v = await self._house.read_kv(layer, np.array(held.table, dtype=np.int32), held.computed)
+        k[: held.trimmed * self._house.block_size] = v[: held.trimmed * self._house.block_size] = np.nan
+        return k, v
+
     def _truncate(self, length: int) -> None:
         if not 0 <= length <= len(self._tokens):
             raise InvalidRequest(f"length must be between 0 and {len(self._tokens)}, not {length}")
@@ -274,6 +283,7 @@ class SequenceActor(Actor):
                 tokens[:],
                 computed=min(self._held.computed, length),
                 table=blocks[:],
+                trimmed=self._held.trimmed,
                 lineage=mix(self._lineage, self._children + i + 1),
                 priority=self._priority,
                 patience=self._patience,
@@ -311,13 +321,24 @@ class SequenceActor(Actor):
         return self._tokens + Tokens("i", self._stream.tokens if self._stream else [])
 
     async def _start(self, job: Submit, stream: Stream, stop: int | None = None) -> None:
-        """Reserve blocks and submit what is pending of the tokens before `stop`, the last of them at least."""
+        """Reserve blocks and submit what is pending of the tokens before `stop`, the last of them at least.
+
+        Where blocks of the past are given back, a long pending part is computed piece by piece first.
+        """
         tokens = self._all()[:stop]  # of those that are found computed, the last is to be left
-        stop = len(tokens)
-        limit, patience = stop, self._patience
+        patience = self._patience if job.params is None else self._waits
+        while not await self._submit(job, stream, tokens, len(tokens), patience):
+            piece = Stream()
+            if await self._submit(Submit(owner=self.owner), piece, tokens, self._held.reach(len(tokens)), patience):
+                await self._finish(piece)
+
+    async def _submit(self, job: Submit, stream: Stream, tokens: Tokens[int], stop: int, patience: float) -> bool:
+        """Submit what is pending before `stop`; False and nothing done where that is too long, or was computed."""
+        if self._held.reach(stop) < stop:
+            return False
+        limit = stop
         if job.params is not None:
-            patience = self._waits
-            limit = max(stop, min(self.length + self._house.lease, job.end - 1))
+            limit = self._held.reach(max(stop, min(self.length + self._house.lease, job.end - 1)))
         start = min(self._held.computed, stop - 1)
         try:
             copies = await self._reserve(limit, start, tokens, patience=0 if limit > stop else patience)
@@ -327,6 +348,9 @@ class SequenceActor(Actor):
             limit = stop
             copies = await self._reserve(limit, start, tokens, patience=patience)
         # Where the blocks had to go and came back, this is further behind, or ahead by what others computed.
+        if self._held.capacity < stop or self._held.computed >= stop < len(tokens):
+            return False
+        limit = min(limit, self._held.capacity)
         start = min(self._held.computed, stop - 1)
         job = msgspec.structs.replace(
             job,
@@ -343,11 +367,17 @@ class SequenceActor(Actor):
             raise
         self._before = len(stream.tokens)
         self._set_limit(stream, limit, job.end)
+        return True
 
     async def _compute(self, job: Submit, stop: int) -> Stream:
         """Run a job that samples nothing up to its end; cancelled, what was computed stays."""
         stream = Stream()
         await self._start(job, stream, stop)
+        await self._finish(stream)
+        return stream
+
+    async def _finish(self, stream: Stream) -> None:
+        """Wait for the end of a job that samples nothing; cancelled, it ends now, and what was computed stays."""
         try:
             await stream.wait()
         except BaseException:
@@ -358,7 +388,6 @@ class SequenceActor(Actor):
             if stream.computed is not None:
                 self._held.computed = stream.computed
                 self._publish()
-        return stream
 
     async def _stop(self, pause: bool = False) -> None:
         """Take the job back from the worker, once no step in flight names it. Shielded: two steps at most."""
@@ -463,11 +492,13 @@ class SequenceActor(Actor):
     ) -> list[tuple[int, int, int]]:
         """Have blocks for `length` tokens, those from `write_from` on its own; returns the copies to submit.
 
-        Told to give way, it surrenders what it has and asks for all again: no job of it may be at the worker.
+        Told to give way, it surrenders what it has and asks for all again: no job of it may be at the worker. With a
+        window it may get blocks for fewer tokens, as many as are held at once.
         """
         held = self._held
         while True:
-            answer = await held.ask(length, write_from, tokens, patience=patience, yielded=self._preempt_later)
+            reach = held.reach(length)
+            answer = await held.ask(reach, write_from, tokens, patience=patience, yielded=self._preempt_later)
             if not isinstance(answer, Yielded):
                 return held.adopt(answer)
             self._surrender()
@@ -484,12 +515,13 @@ class SequenceActor(Actor):
             self._urgent.remove(envelope)
 
     def _publish(self) -> None:
-        """Let other sequences have the full blocks whose K and V are computed."""
+        """Let other sequences have the full blocks whose K and V are computed, and let go of those out of sight."""
         computed, stream = self._held.computed, self._stream
         if stream is not None and not self._paused and stream.read > self._before:
             # A token that this job sampled came out of everything before it.
             computed = max(computed, len(self._tokens) + stream.read - 1)
         self._held.publish(computed)
+        self._held.trim(min(computed, self.length - 1))
 
     async def _leave(self) -> None:
         """Return everything; no step in flight names the sequence afterwards."""

@@ -17,6 +17,7 @@ from pagefork.runtime.actor import Actor, Reply
 from pagefork.runtime.allocator import Allocator
 from pagefork.runtime.engine import EngineThread, Facts, Ints, StepEngine
 from pagefork.runtime.errors import BlocksLeaked, PageforkError, WorkerDied
+from pagefork.runtime.holdings import window_of
 from pagefork.runtime.house import House
 from pagefork.runtime.log import log
 from pagefork.runtime.messages import Audit, Close
@@ -51,11 +52,13 @@ async def running(options: Options) -> AsyncIterator[House]:
     call = _caller()
     engine, facts = await _start_engine(options.build, call, lambda message: call(worker.post, message))
     blocks = facts.blocks or options.blocks
+    window = window_of(facts.window, blocks, options.block_size, options.prefill_step_size)
     allocator = Allocator(
         blocks,
         options.block_size,
         prefix=options.prefix_cache,
         max_queue=options.max_queue,
+        window=None if window is None else window.size,
         preempt=lambda owner: house.preempt(owner),
     )
     worker = Worker(
@@ -82,9 +85,10 @@ async def running(options: Options) -> AsyncIterator[House]:
                     facts,
                     block_size=options.block_size,
                     lease=options.lease,
-                    max_context=min(facts.max_context, blocks * options.block_size),
+                    max_context=facts.max_context if window else min(facts.max_context, blocks * options.block_size),
                     patience=options.patience,
                     max_sequences=options.max_sequences,
+                    window=window,
                     spawn=spawn,
                     read_kv=_reader(engine, call),
                 )

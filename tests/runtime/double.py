@@ -29,7 +29,10 @@ EMPTY = -1
 
 
 class Double:
-    """A StepEngine in numpy. `fail_launch`, `fail_collect`: the number of the step to fail at; `eos`: end tokens."""
+    """A StepEngine in numpy. `fail_launch`, `fail_collect`: the number of the step to fail at; `eos`: end tokens.
+
+    `window`: a row sees the last so many tokens alone. `tell`: whether the runtime knows of it.
+    """
 
     def __init__(
         self,
@@ -37,6 +40,8 @@ class Double:
         depth: int = 1,
         eos: Iterable[int] = (),
         max_context: int = 1 << 20,
+        window: int | None = None,
+        tell: bool = True,
         fail_launch: int | None = None,
         fail_collect: int | None = None,
     ) -> None:
@@ -49,7 +54,9 @@ class Double:
             layers=1,
             depth=depth,
             kv_bytes=0,
+            window=window if tell else None,
         )
+        self.window = window
         self.ledger: Ledger | None = None
         self.plans: list[StepPlan] = []
         self.closed = False
@@ -100,12 +107,12 @@ class Double:
         return out
 
     @classmethod
-    def greedy(cls, tokens: Iterable[int], count: int) -> list[int]:
+    def greedy(cls, tokens: Iterable[int], count: int, window: int | None = None) -> list[int]:
         """The next `count` tokens at temperature 0."""
         given = list(tokens)
         out = given[:]
         for _ in range(count):
-            out.append(int(cls.logprobs(out).argmax()))
+            out.append(int(cls.logprobs(out if window is None else out[-window:]).argmax()))
         return out[len(given) :]
 
     # StepEngine
@@ -115,6 +122,9 @@ class Double:
             raise RuntimeError("step failed to launch")
         self.plans.append(plan)
         self._check_blocks(plan)
+        assert self.ledger is not None
+        unheld = np.repeat(self.ledger.pool.refcounts == 0, self._size)
+        self._token[unheld] = self._position[unheld] = EMPTY
         for source, target, rows in plan.copies.tolist():
             old, new = source * self._size, target * self._size
             for memory in (self._token, self._position):
@@ -158,19 +168,25 @@ class Double:
         assert (refcounts[written] == 1).all(), f"shared or free blocks written: {written[refcounts[written] != 1]}"
         assert (refcounts[plan.copies[:, :2].ravel()] >= 1).all(), "a copy's blocks are not held"
         assert not set(plan.copies[:, 0].tolist()) & set(written.tolist()), "a copy's source is written"
-        tables = [(table, length) for table, length in zip(plan.tables, plan.lengths, strict=True)]
-        tables += [(part.table, part.start + part.count) for part in plan.segments]
-        for table, length in tables:
-            assert (refcounts[table[: -(-int(length) // self._size)]] >= 1).all(), "a visible block is not held"
+        tables = [(table, length, length) for table, length in zip(plan.tables, plan.lengths, strict=True)]
+        tables += [(part.table, part.start + 1, part.start + part.count) for part in plan.segments]
+        for table, first, last in tables:
+            visible = table[self._low(int(first)) // self._size : -(-int(last) // self._size)]
+            assert (refcounts[visible] >= 1).all(), "a visible block is not held"
 
-    def _slots(self, table: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int64]:
-        places = np.arange(length)
+    def _low(self, length: int) -> int:
+        """The first position that the last of `length` sees."""
+        return 0 if self.window is None else max(0, length - self.window)
+
+    def _slots(self, table: npt.NDArray[np.int32], length: int, low: int = 0) -> npt.NDArray[np.int64]:
+        places = np.arange(low, length)
         return np.asarray(table, np.int64)[places // self._size] * self._size + places % self._size
 
     def _visible(self, table: npt.NDArray[np.int32], length: int) -> list[int]:
         """P5: what a row sees is its own past, position by position."""
-        slots = self._slots(table, int(length))
-        assert (self._position[slots] == np.arange(int(length))).all(), "a row sees what is not its past"
+        low = self._low(int(length))
+        slots = self._slots(table, int(length), low)
+        assert (self._position[slots] == np.arange(low, int(length))).all(), "a row sees what is not its past"
         return self._token[slots].tolist()
 
     def _choose(self, rows: list[npt.NDArray[np.float64]], plan: StepPlan) -> StepResult:
