@@ -41,8 +41,10 @@ have one set of blocks. Values narrower than keys are kept padded with zeros. At
 ragged steps and far into the context, are compared with the model's own.
 
 **Sliding windows.** A layer with a window attends to the last `window` positions: the attention kernel skips what lies
-before them, and mlx-lm's answers do not change. All layers share one block table, so the blocks of a sequence are held
-until it is truncated or closed: {give_back}.
+before them, and mlx-lm's answers do not change. All layers share one block table. Where each of them has a window, the
+blocks that fell out of the widest are given back while the sequence goes on, so it may be longer than the pool. Where
+one layer sees all positions, as in Gemma 3 and gpt-oss, all blocks are held until the sequence is truncated or closed;
+so it is with Mistral 7B v0.1, Phi-3 and StarCoder2, whose windows mlx-lm does not apply.
 
 **What is refused.** Multi-head latent attention caches compressed states, but where mlx-lm expands them to keys and
 values before it caches (DeepSeek V2, MiniCPM3, Youtu); state-space, linear-attention and convolution layers keep a
@@ -52,7 +54,6 @@ table and a window do not say.
 | architecture | | |
 |---|---|---|
 """
-GIVE_BACK = "blocks that have fallen out of the window of every layer are not yet given back"
 
 
 class Verdict(NamedTuple):
@@ -108,9 +109,7 @@ def verdicts() -> list[Verdict]:
 
 def page(judged: list[Verdict]) -> str:
     counts = {status: sum(verdict.status == status for verdict in judged) for status in ("served", "refused")}
-    intro = INTRO.format(
-        version=version("mlx-lm"), untried=len(judged) - sum(counts.values()), give_back=GIVE_BACK, **counts
-    )
+    intro = INTRO.format(version=version("mlx-lm"), untried=len(judged) - sum(counts.values()), **counts)
     words = {"needs": "not run"}
     rows = [f"| {v.name} | {words.get(v.status, v.status)} | {v.note} |\n" for v in judged]
     helpers = [f"`{name}`" for name in names() if not is_model(name)]
