@@ -36,7 +36,7 @@ class Joint:
         sizes = list(accumulate(part.weight.shape[0] for part in parts))
         self._splits = sizes[:-1]
         self._whole = _empty(parts[0], sizes[-1])
-        self._views: dict[str, list[mx.array]] = {}
+        self._views: dict[str, Any] = {}
         for name in _PARAMETERS:
             if name in parts[0]:
                 self._whole[name] = mx.concatenate([part[name] for part in parts])
@@ -55,11 +55,12 @@ class Joint:
         """What the projection at `place` makes of `x`; None where the first of them was given something else."""
         if place == 0:
             whole = self._whole(x)
-            step.projected[self] = x, mx.split(whole, self._splits, axis=-1)
+            outputs: Any = mx.split(whole, self._splits, axis=-1)
+            step.projected[self] = x, outputs
             if self.attends:
                 step.whole = self, whole
-        given, outputs = step.projected.get(self, (None, ()))
-        return outputs[place] if given is x else None
+        given, parts = step.projected.get(self, (None, []))
+        return parts[place] if given is x else None
 
 
 def project(original: Callable[..., mx.array], module: Any, x: mx.array) -> mx.array:
@@ -84,7 +85,7 @@ def join(module: nn.Module, patch: Patch) -> None:
 
 def _joined(parts: list[Any]) -> bool:
     """Whether another Model has joined these already."""
-    joint = getattr(parts[0], "joint", None)
+    joint: Any = getattr(parts[0], "joint", None)
     return joint is not None and all(getattr(p, "joint", None) is joint and joint.owns(p) for p in parts)
 
 
