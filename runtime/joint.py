@@ -85,8 +85,9 @@ def join(module: nn.Module, patch: Patch) -> None:
 
 def _joined(parts: list[Any]) -> bool:
     """Whether another Model has joined these already."""
-    joint: Any = getattr(parts[0], "joint", None)
-    return joint is not None and all(getattr(p, "joint", None) is joint and joint.owns(p) for p in parts)
+    if not all(hasattr(part, "joint") for part in parts):
+        return False
+    return all(part.joint is parts[0].joint and part.joint.owns(part) for part in parts)
 
 
 def rotations(model: Model) -> tuple[Rope | None, ...]:
