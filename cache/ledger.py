@@ -228,10 +228,13 @@ class Ledger:
     def trim(self, owner: int, start: int) -> int:
         """Let go of the blocks whose positions all lie before `start`; returns how many became free or idle.
 
-        Neither the owner nor a step in flight may read them. TableError when none would be left. Cost: those let go.
+        Neither the owner nor a step in flight may read them. TableError when none would be left. While copies of the
+        owner's are to be done it keeps all, since one of them may be the target. Cost: those let go.
         """
         table = self._tables.get(owner)
-        return 0 if table is None or not len(table) else self._drop(table.trim(start))
+        if table is None or not len(table) or owner in self._pins:
+            return 0
+        return self._drop(table.trim(start))
 
     def shrink(self, owner: int, length: int) -> int:
         """Keep the blocks of the first `length` tokens; returns how many blocks became free or idle."""
@@ -341,6 +344,7 @@ class Ledger:
 def first_needed(position: int, window: int, block_size: int) -> int:
     """The first table entry that a query at or after `position` reads, or one at the start of the block before it.
 
-    That far back a sequence goes whose copies were granted and not done.
+    That far back a sequence goes whose copies were granted and not done. A window of one position counts as two, so
+    that a block stays which says where the sequence stands.
     """
-    return max(0, position // block_size * block_size - window + 1) // block_size
+    return max(0, position // block_size * block_size - max(window, 2) + 1) // block_size

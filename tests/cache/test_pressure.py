@@ -240,7 +240,7 @@ class Pressure(RuleBasedStateMachine):
             first //= 2
         available, table, live = self.ledger.available, self.table(one.owner), self.ledger.referenced
         assert self.ledger.trim(one.owner, first * self.size) == self.ledger.available - available
-        first = max(first, table.count(HOLE))
+        first = table.count(HOLE) if one.copies else max(first, table.count(HOLE))
         assert self.table(one.owner) == [HOLE] * first + table[first:]
         assert self.ledger.trim(one.owner, first * self.size) == 0 and self.ledger.referenced <= live
         self.tick(0)
