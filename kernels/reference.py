@@ -133,18 +133,13 @@ def paged_attention(
     here.
     Source of the layout: PagedAttention (Kwon et al. 2023).
     """
-    visible, blocks = _visible(tables, lengths, window, k_pool.shape[1])
-    k, v = _gather(k_pool, blocks), _gather(v_pool, blocks)
-    # What is not visible may hold anything: its scores are masked, but 0 * NaN would still be NaN.
-    v = mx.where(visible[:, None, :, None], v, mx.zeros((), dtype=v.dtype))
-    mask = visible[:, None, None]
-    if softcap is None:
-        out = _softmax_attention(q[:, :, None], k, v, scale=scale, mask=mask, sinks=sinks)
-        return out.squeeze(2)
     rows, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    grouped = q.reshape(rows, kv_heads, heads // kv_heads, 1, head_dim)
-    return _attend(grouped, k[:, :, None], v[:, :, None], mask[:, None], scale, sinks, softcap).reshape(q.shape)
+    _, block_size, kv_heads, _ = k_pool.shape
+    visible, at = _visible(tables, lengths, window, block_size, kv_heads)
+    k, v = (pool.reshape(-1, head_dim)[at].astype(mx.float32) for pool in (k_pool, v_pool))
+    grouped = q.astype(mx.float32).reshape(rows, kv_heads, heads // kv_heads, head_dim)
+    out = _attend(grouped, k, v, visible, scale, sinks, softcap).reshape(q.shape)
+    return mx.where(lengths[:, None, None] > 0, out, 0.0).astype(q.dtype)
 
 
 def prefill_attention(
@@ -184,8 +179,10 @@ def prefill_attention(
         if softcap is None:
             out = _softmax_attention(queries, k, v, scale=scale, mask=visible, sinks=sinks)
         else:
-            grouped = queries.reshape(1, kv_heads, heads // kv_heads, n, head_dim)
-            out = _attend(grouped, k[:, :, None], v[:, :, None], visible, scale, sinks, softcap)
+            q, k, v = (array.astype(mx.float32) for array in (queries, k, v))
+            grouped = q.reshape(1, kv_heads, heads // kv_heads * n, head_dim)
+            seen = mx.tile(visible, (heads // kv_heads, 1))[None, None]
+            out = _attend(grouped, k, v, seen, scale, sinks, softcap).astype(queries.dtype)
     return out.reshape(heads, n, head_dim).transpose(1, 0, 2)
 
 
@@ -218,30 +215,30 @@ def _copied_slots(copies: npt.NDArray[np.int32], block_size: int) -> tuple[mx.ar
     return mx.array(source), mx.array(destination)
 
 
-def _visible(tables: mx.array, lengths: mx.array, window: int | None, block_size: int) -> tuple[mx.array, mx.array]:
-    """Which positions each row sees, bool `[rows, positions]`; and the tables with a valid id where it sees nothing.
+def _visible(
+    tables: mx.array, lengths: mx.array, window: int | None, block_size: int, kv_heads: int
+) -> tuple[mx.array, mx.array]:
+    """Which positions each row sees, bool `[rows, 1, 1, positions]`; and where each of them lies for each KV head.
 
+    The places, int32 `[rows, kv_heads, positions]`, count in heads of a pool. Positions that are not seen lie where the
+    row's last one does: whatever stands in their own place, a NaN for one, would not go away by a weight of zero.
     The last answer is kept: every layer of a step asks the same.
     """
     global _seen
-    if _seen is None or _seen[0] is not tables or _seen[1] is not lengths or _seen[2] != (window, block_size):
-        positions = mx.arange(tables.shape[1] * block_size)[None]
-        visible = positions < lengths[:, None]
+    asked = (window, block_size, kv_heads)
+    if _seen is None or _seen[0] is not tables or _seen[1] is not lengths or _seen[2] != asked:
+        positions, last = mx.arange(tables.shape[1] * block_size)[None], mx.maximum(lengths[:, None] - 1, 0)
+        visible = positions <= lengths[:, None] - 1
         if window is not None:
-            visible = visible & (positions >= lengths[:, None] - window)
-        owned = visible.reshape(*tables.shape, block_size).any(axis=-1)
-        _seen = (tables, lengths, (window, block_size), visible, mx.where(owned, tables, 0))
+            visible = visible & (positions > last - window)
+        places = mx.where(visible, positions, last)
+        slots = mx.take_along_axis(tables, places // block_size, axis=1) * block_size + places % block_size
+        at = slots[:, None] * kv_heads + mx.arange(kv_heads)[:, None]
+        _seen = (tables, lengths, asked, visible[:, None, None], at)
     return _seen[3], _seen[4]
 
 
-_seen: tuple[mx.array, mx.array, tuple[int | None, int], mx.array, mx.array] | None = None
-
-
-def _gather(pool: mx.array, blocks: mx.array) -> mx.array:
-    """The rows' K or V as `[rows, kv_heads, positions, head_dim]`."""
-    rows, width = blocks.shape
-    block_size, kv_heads, head_dim = pool.shape[1:]
-    return pool[blocks].reshape(rows, width * block_size, kv_heads, head_dim).transpose(0, 2, 1, 3)
+_seen: tuple[mx.array, mx.array, tuple[int | None, int, int], mx.array, mx.array] | None = None
 
 
 def _attend(
@@ -253,19 +250,17 @@ def _attend(
     sinks: mx.array | None,
     softcap: float | None,
 ) -> mx.array:
-    """Softmax attention in float32: `q` `[b, kv_heads, group, n, d]`, `k`, `v` `[b, kv_heads, 1, keys, d]`."""
-    scores = (q.astype(mx.float32) * scale) @ k.astype(mx.float32).swapaxes(-1, -2)
+    """Softmax attention: float32 `q` `[rows, kv_heads, n, head_dim]`, `k`, `v` `[rows, kv_heads, keys, head_dim]`.
+
+    The `n` queries of a KV head stand head by head, as many for each.
+    """
+    scores = (q * scale) @ k.swapaxes(-1, -2)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
     scores = mx.where(visible, scores, -mx.inf)
-    top = mx.max(scores, axis=-1, keepdims=True)
-    if sinks is not None:
-        sink = sinks.astype(mx.float32).reshape(1, q.shape[1], q.shape[2], 1, 1)
-        top = mx.maximum(top, sink)
-    top = mx.where(top == -mx.inf, 0.0, top)
-    weights = mx.exp(scores - top)
-    total = weights.sum(axis=-1, keepdims=True)
-    if sinks is not None:
-        total = total + mx.exp(sink - top)
-    out = (weights @ v.astype(mx.float32)) / mx.where(total == 0, 1.0, total)
-    return out.astype(q.dtype)
+    if sinks is None:
+        return mx.softmax(scores, axis=-1) @ v
+    rows, kv_heads, n, keys = scores.shape
+    sink = mx.repeat(sinks.astype(mx.float32).reshape(kv_heads, -1), n * kv_heads // sinks.size, axis=1)
+    sink = mx.broadcast_to(sink[None, :, :, None], (rows, kv_heads, n, 1))
+    return mx.softmax(mx.concatenate([scores, sink], axis=-1), axis=-1)[..., :keys] @ v
