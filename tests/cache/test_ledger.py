@@ -202,7 +202,7 @@ def test_check_finds_a_reference_that_nobody_holds() -> None:
 def test_the_first_entry_needed_holds_the_start_of_the_window_of_the_block_before(window: int, size: int) -> None:
     for position in range(40):
         first = first_needed(position, window, size)
-        oldest = max(0, position - position % size - window + 1)
+        oldest = max(0, position - position % size - max(window, 2) + 1)
         assert first * size <= oldest < (first + 1) * size
 
 
