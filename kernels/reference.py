@@ -80,8 +80,15 @@ def rotate(
     """Rotated queries and keys, and values, each `[rows, its heads, head_dim]`."""
     check_width(qkv, heads, kv_heads, head_dim)
     split = qkv.reshape(-1, heads + 2 * kv_heads, head_dim)
-    rotated = mx.fast.rope(
-        split[:, : heads + kv_heads, None],
+    turning, values = split[:, : heads + kv_heads], split[:, heads + kv_heads :]
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    turned = _turn(turning, positions, rope) if on_cpu else _rope(turning, positions, rope)
+    return turned[:, :heads], turned[:, heads:], values
+
+
+def _rope(x: mx.array, positions: mx.array, rope: Rope) -> mx.array:
+    return mx.fast.rope(
+        x[:, :, None],
         rope.dims,
         traditional=rope.traditional,
         base=rope.base,
@@ -89,7 +96,38 @@ def rotate(
         offset=positions,
         freqs=rope.freqs,
     ).squeeze(2)
-    return rotated[:, :heads], rotated[:, heads:], split[:, heads + kv_heads :]
+
+
+def _turn(x: mx.array, positions: mx.array, rope: Rope) -> mx.array:
+    """`_rope` for a CPU, where MLX has no kernel of it and would take the cosines of every layer's positions anew."""
+    cosine, sine = _turns(positions, rope)
+    part = x[..., : rope.dims].astype(mx.float32).reshape(*x.shape[:2], *cosine.shape[2:])
+    other = part[..., ::-1] if rope.traditional else part[..., ::-1, :]
+    turned = (part * cosine + other * sine).reshape(*x.shape[:2], rope.dims).astype(x.dtype)
+    return turned if rope.dims == x.shape[-1] else mx.concatenate([turned, x[..., rope.dims :]], axis=-1)
+
+
+def _turns(positions: mx.array, rope: Rope) -> tuple[mx.array, mx.array]:
+    """Cosines, and sines with the sign that they have in either half of a pair; the last answer is kept.
+
+    float32 `[rows, 1, 2, dims / 2]`, or `[rows, 1, dims / 2, 2]` where neighbours make a pair.
+    """
+    global _turned
+    if _turned is None or _turned[0] is not positions or _turned[1] is not rope:
+        half = rope.dims // 2
+        if rope.freqs is not None:
+            frequencies = 1 / rope.freqs
+        else:
+            assert rope.base is not None
+            frequencies = mx.exp(-mx.arange(half).astype(mx.float32) * (math.log(rope.base) / half))
+        angles = (positions.astype(mx.float32) * rope.scale)[:, None, None] * frequencies
+        cosine, sine, axis = mx.cos(angles), mx.sin(angles), -1 if rope.traditional else -2
+        turns = mx.stack([cosine, cosine], axis=axis), mx.stack([-sine, sine], axis=axis)
+        _turned = (positions, rope, *turns)
+    return _turned[2], _turned[3]
+
+
+_turned: tuple[mx.array, Rope, mx.array, mx.array] | None = None
 
 
 def check_width(qkv: mx.array, heads: int, kv_heads: int, head_dim: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -12,6 +11,7 @@ import numpy as np
 
 from pagefork import kernels
 from pagefork.cache.kv import KVError, PagedKVCache, UnsupportedDtype
+from pagefork.runtime.attention import Arrays, StepAttention, arrays_of
 from pagefork.runtime.engine import Facts, Ints, StepPlan, StepResult
 from pagefork.runtime.errors import InvalidRequest, KernelMismatch, UnsupportedModel
 from pagefork.runtime.layers import widest_window
@@ -50,12 +50,8 @@ class Engine:
         self._traces: dict[int, Callable[..., Any]] | None = {} if depth > 1 else None
 
     def launch(self, plan: StepPlan) -> None:
-        arrays = Arrays(plan, self._previous)
-        if self._traces is not None and plan.only_decodes:
-            logits = self._decode(arrays)
-        else:
-            rows = arrays.rows if len(plan.rows) else None
-            logits = self._model(arrays.tokens, arrays.positions, self._attend(plan, arrays), rows)
+        arrays = arrays_of(plan, self._previous)
+        logits = self._decode(arrays) if self._traces is not None and plan.only_decodes else self._run(plan, arrays)
         out: tuple[mx.array, ...] = ()
         if len(plan.rows):
             out = choose(logits, plan.sampling, plan.topk)
@@ -100,71 +96,23 @@ class Engine:
             orders: list[mx.array],
         ) -> tuple[mx.array, list[mx.array]]:
             self._kv.set_orders(orders)
-
-            def attend(layer: int, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array | None) -> mx.array:
-                self._kv.write(layer, k, v, slots)
-                return self._kv.attend(layer, q, tables, lengths, max_length=longest, **self._options(layer, sinks))
-
-            def attend_whole(layer: int, qkv: mx.array, rope: kernels.Rope, sinks: mx.array | None) -> mx.array:
-                heads = self._model.layers[layer].heads
-                q = self._kv.rope_and_write(layer, qkv, slots, positions, heads=heads, rope=rope)
-                return self._kv.attend(layer, q, tables, lengths, max_length=longest, **self._options(layer, sinks))
-
-            return self._model(tokens, positions, attend, attend_whole=attend_whole), self._kv.orders()
+            arrays = Arrays(tokens, positions, slots, tables, lengths, rows=tokens, segments=[])
+            how = StepAttention(self._kv, self._model.layers, arrays, longest)
+            return self._model(tokens, positions, how.attend, attend_whole=how.attend_whole), self._kv.orders()
 
         return step
 
-    def _options(self, layer: int, sinks: mx.array | None) -> dict[str, Any]:
-        spec = self._model.layers[layer]
-        return {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap, "sinks": sinks}
-
-    def _attend(self, plan: StepPlan, arrays: Arrays) -> Callable[..., mx.array]:
-        kv, decodes = self._kv, len(plan.lengths)
-        slots, tables, lengths = arrays.slots, arrays.tables, arrays.lengths
-        copies = arrays.copies if len(plan.copies) else None
+    def _run(self, plan: StepPlan, arrays: Arrays) -> mx.array:
+        """Logits of any step, its graph built anew."""
+        copies = mx.array(plan.copies) if len(plan.copies) else None
         if copies is not None and self.facts.depth == 1:
-            kv.copy_blocks(copies)
+            self._kv.copy_blocks(copies)
             copies = None
-        longest = int(plan.lengths.max()) if decodes else 0
-        segments = list(zip(plan.segments, arrays.segments, strict=True))
-
-        def attend(layer: int, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array | None) -> mx.array:
-            options = self._options(layer, sinks)
-            kv.write(layer, k, v, slots, copies)
-            parts = []
-            if decodes:
-                parts.append(kv.attend(layer, q[:decodes], tables, lengths, max_length=longest, **options))
-            for segment, table in segments:
-                chunk = q[segment.row : segment.row + segment.count]
-                parts.append(kv.prefill(layer, chunk, table, segment.start, **options))
-            return parts[0] if len(parts) == 1 else mx.concatenate(parts)
-
-        return attend
-
-
-class Arrays:
-    """A plan's arrays on the device, by one copy: what a kernel reads from the host's memory, it reads slowly."""
-
-    def __init__(self, plan: StepPlan, previous: mx.array) -> None:
-        """`previous`: the ids that the step before sampled."""
-        given = (plan.tokens, plan.positions, plan.slots, plan.tables, plan.lengths, plan.copies, plan.rows, plan.feed)
-        self.tokens, self.positions, self.slots, self.tables, self.lengths, self.copies, self.rows, feed, *tables = (
-            _on_device([*given, *(segment.table for segment in plan.segments)])
-        )
-        self.segments = tables
-        if (plan.feed >= 0).any():
-            decodes = len(plan.feed)
-            fed = mx.where(feed >= 0, previous[mx.maximum(feed, 0)], self.tokens[:decodes])
-            self.tokens = mx.concatenate([fed, self.tokens[decodes:]]) if decodes < len(plan.tokens) else fed
-
-
-def _on_device(arrays: list[Ints]) -> list[mx.array]:
-    stops = list(accumulate(array.size for array in arrays))
-    whole = mx.array(np.concatenate([array.ravel() for array in arrays]))
-    if mx.cuda.is_available():
-        whole = whole + 0  # by the device, so into its memory
-    parts = (whole[stop - array.size : stop] for array, stop in zip(arrays, stops, strict=True))
-    return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+        longest = int(plan.lengths.max(initial=0))
+        how = StepAttention(self._kv, self._model.layers, arrays, longest, plan.segments, copies)
+        rows = arrays.rows if len(plan.rows) else None
+        whole = how.attend_whole if copies is None else None
+        return self._model(arrays.tokens, arrays.positions, how.attend, rows, whole)
 
 
 def build(source: Source, blocks: Blocks, block_size: int, progress: Progress | None, strict: bool) -> Engine:

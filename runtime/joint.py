@@ -72,13 +72,14 @@ def project(original: Callable[..., mx.array], module: Any, x: mx.array) -> mx.a
 
 def join(module: nn.Module, patch: Patch) -> None:
     """Join all that can be joined in a model whose parameters are evaluated."""
+    ropes: list[Rope] = []
     for holder in module.modules():
         for names in _GROUPS:
             parts = [holder.get(name) for name in names]
             if not _joined(parts):
                 if not _alike(parts):
                     continue
-                Joint(parts, _rope(holder.get("rope")))
+                Joint(parts, _rope(holder.get("rope"), ropes))
             for part in parts:
                 patch.swap(part, project)
 
@@ -118,12 +119,23 @@ def _same(found: mx.array, expected: mx.array) -> mx.array:
     return mx.abs(found - expected).max() <= unit * mx.abs(expected).max()
 
 
-def _rope(module: Any) -> Rope | None:
+def _rope(module: Any, known: list[Rope]) -> Rope | None:
+    """What a module does, as one of those `known` already where it is the same: layers share what follows from it."""
     if type(module) is nn.RoPE:
-        return Rope(module.dims, module.traditional, base=module.base, scale=module.scale)
-    if type(module) is Llama3RoPE:
-        return Rope(module.dims, module.traditional, freqs=module._freqs)
-    return None
+        rope = Rope(module.dims, module.traditional, base=module.base, scale=module.scale)
+    elif type(module) is Llama3RoPE:
+        rope = Rope(module.dims, module.traditional, freqs=module._freqs)
+    else:
+        return None
+    same = (other for other in known if _values(other) == _values(rope))
+    if (found := next(same, None)) is None:
+        known.append(rope)
+    return found or rope
+
+
+def _values(rope: Rope) -> tuple[Any, ...]:
+    freqs = None if rope.freqs is None else rope.freqs.tolist()
+    return rope.dims, rope.traditional, rope.base, rope.scale, freqs
 
 
 def _alike(parts: list[Any]) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import bench_kernels
 import bench_peer
 import mlx.core as mx
 import mlx.nn as nn
@@ -49,19 +50,6 @@ def bound(model: nn.Module, batch: int, context: int, bandwidth: float) -> float
     return batch * bandwidth / (weights + batch * context * per_token)
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a large copy, the best of several."""
-    size = 1 << (30 if mx.default_device().type == mx.DeviceType.gpu else 24)
-    source = mx.random.normal((size // 2,), dtype=mx.bfloat16)
-    mx.eval(source)
-    best = 0.0
-    for _ in range(5):
-        begin = time.perf_counter()
-        mx.eval(mx.where(mx.array(True), source, source))
-        best = max(best, 2 * source.nbytes / (time.perf_counter() - begin))
-    return best
-
-
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("decode", help=__doc__)
     parser.add_argument("--shape", choices=bench_peer.SHAPES, default="llama-8b")
@@ -83,7 +71,8 @@ def run(arguments: Any) -> None:
     cases = arguments.case or ["1,1024", "32,1024", "32,8192", "128,1024"]
     untouched = _peer_alone(arguments, cases) if arguments.peer == "yes" else {}
     model = bench_peer.random_model(arguments.shape, bench_peer.dtype())
-    bandwidth = copy_bandwidth()
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    bandwidth = bench_kernels.mlx_copy(1 << (30 if on_gpu else 19)) * 1e12
     rows = []
     for case in cases:
         batch, context = map(int, case.split(","))

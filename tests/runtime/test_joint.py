@@ -112,6 +112,10 @@ def test_only_layers_that_do_nothing_but_rotate_attend_to_the_whole(name: str, q
     model.restore()
 
 
+def test_layers_that_rotate_alike_share_one_rotation(model: Model) -> None:
+    assert len({id(rope) for rope in model.rotations}) == 1
+
+
 def test_scaled_queries_are_not_taken_for_rotated_ones(module: nn.Module) -> None:
     class Scaled(nn.RoPE):
         def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
