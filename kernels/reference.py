@@ -81,8 +81,7 @@ def rotate(
     check_width(qkv, heads, kv_heads, head_dim)
     split = qkv.reshape(-1, heads + 2 * kv_heads, head_dim)
     turning, values = split[:, : heads + kv_heads], split[:, heads + kv_heads :]
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    turned = _turn(turning, positions, rope) if on_cpu else _rope(turning, positions, rope)
+    turned = _turn(turning, positions, rope) if _on_cpu() else _rope(turning, positions, rope)
     return turned[:, :heads], turned[:, heads:], values
 
 
@@ -174,10 +173,13 @@ def paged_attention(
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_pool.shape
     visible, at = _visible(tables, lengths, window, block_size, kv_heads)
-    k, v = (pool.reshape(-1, head_dim)[at].astype(mx.float32) for pool in (k_pool, v_pool))
-    grouped = q.astype(mx.float32).reshape(rows, kv_heads, heads // kv_heads, head_dim)
-    out = _attend(grouped, k, v, visible, scale, sinks, softcap).reshape(q.shape)
-    return mx.where(lengths[:, None, None] > 0, out, 0.0).astype(q.dtype)
+    k, v = (pool.reshape(-1, head_dim)[at] for pool in (k_pool, v_pool))
+    if softcap is None and not _on_cpu():  # whose own kernel does not round float32 products to TF32
+        out = mx.fast.scaled_dot_product_attention(q[:, :, None], k, v, scale=scale, mask=visible, sinks=sinks)
+    else:
+        grouped = q.astype(mx.float32).reshape(rows, kv_heads, heads // kv_heads, head_dim)
+        out = _attend(grouped, k.astype(mx.float32), v.astype(mx.float32), visible, scale, sinks, softcap)
+    return mx.where(lengths[:, None, None] > 0, out.reshape(q.shape), 0.0).astype(q.dtype)
 
 
 def prefill_attention(
@@ -229,10 +231,14 @@ def _softmax_attention(
 ) -> mx.array:
     """MLX's attention, in float32 where it would round every step to 16 bits and be slower: on a CPU."""
     dtype = q.dtype
-    if dtype != mx.float32 and mx.default_device().type == mx.DeviceType.cpu:
+    if dtype != mx.float32 and _on_cpu():
         q, k, v = (array.astype(mx.float32) for array in (q, k, v))
         sinks = None if sinks is None else sinks.astype(mx.float32)
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks).astype(dtype)
+
+
+def _on_cpu() -> bool:
+    return mx.default_device().type == mx.DeviceType.cpu
 
 
 def _flat(pool: mx.array) -> mx.array:

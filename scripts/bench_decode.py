@@ -73,6 +73,7 @@ def run(arguments: Any) -> None:
     model = bench_peer.random_model(arguments.shape, bench_peer.dtype())
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     bandwidth = bench_kernels.mlx_copy(1 << (30 if on_gpu else 19)) * 1e12
+    mx.clear_cache()
     rows = []
     for case in cases:
         batch, context = map(int, case.split(","))
