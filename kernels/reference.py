@@ -174,12 +174,16 @@ def paged_attention(
     _, block_size, kv_heads, _ = k_pool.shape
     visible, at = _visible(tables, lengths, window, block_size, kv_heads)
     k, v = (pool.reshape(-1, head_dim)[at] for pool in (k_pool, v_pool))
-    if softcap is None and not _on_cpu():  # whose own kernel does not round float32 products to TF32
+    if softcap is None and not _on_cpu():
         out = mx.fast.scaled_dot_product_attention(q[:, :, None], k, v, scale=scale, mask=visible, sinks=sinks)
     else:
-        grouped = q.astype(mx.float32).reshape(rows, kv_heads, heads // kv_heads, head_dim)
-        out = _attend(grouped, k.astype(mx.float32), v.astype(mx.float32), visible, scale, sinks, softcap)
-    return mx.where(lengths[:, None, None] > 0, out.reshape(q.shape), 0.0).astype(q.dtype)
+        q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
+        sink = None if sinks is None else sinks.reshape(1, kv_heads, heads // kv_heads, 1)
+        if not _on_cpu():  # query by query: MLX's product of a matrix is TF32 on CUDA, that of a vector is not
+            q, k, v, visible = q[:, :, :, None], k[:, :, None], v[:, :, None], visible[:, :, None]
+            sink = None if sink is None else sink[..., None]
+        out = _attend(q, k, v, visible, scale, sink, softcap)
+    return mx.where(lengths[:, None, None] > 0, out.reshape(rows, heads, head_dim), 0.0).astype(q.dtype)
 
 
 def prefill_attention(
@@ -219,10 +223,11 @@ def prefill_attention(
         if softcap is None:
             out = _softmax_attention(queries, k, v, scale=scale, mask=visible, sinks=sinks)
         else:
-            q, k, v = (array.astype(mx.float32) for array in (queries, k, v))
-            grouped = q.reshape(1, kv_heads, heads // kv_heads * n, head_dim)
-            seen = mx.tile(visible, (heads // kv_heads, 1))[None, None]
-            out = _attend(grouped, k, v, seen, scale, sinks, softcap).astype(queries.dtype)
+            group = heads // kv_heads
+            sink = None if sinks is None else mx.repeat(sinks.reshape(1, kv_heads, group, 1), n, axis=2)
+            seen = mx.tile(visible, (group, 1))
+            out = _attend(queries.reshape(1, kv_heads, group * n, head_dim), k, v, seen, scale, sink, softcap)
+            out = out.astype(queries.dtype)
     return out.reshape(heads, n, head_dim).transpose(1, 0, 2)
 
 
@@ -291,20 +296,19 @@ def _attend(
     v: mx.array,
     visible: mx.array,
     scale: float,
-    sinks: mx.array | None,
+    sink: mx.array | None,
     softcap: float | None,
 ) -> mx.array:
-    """Softmax attention: float32 `q` `[rows, kv_heads, n, head_dim]`, `k`, `v` `[rows, kv_heads, keys, head_dim]`.
+    """Softmax attention in float32: `q` `[..., n, head_dim]`, `k`, `v` `[..., keys, head_dim]`.
 
-    The `n` queries of a KV head stand head by head, as many for each.
+    `visible` broadcasts to `[..., n, keys]`, `sink` to `[..., n, 1]`.
     """
+    q, k, v = (array.astype(mx.float32) for array in (q, k, v))
     scores = (q * scale) @ k.swapaxes(-1, -2)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
     scores = mx.where(visible, scores, -mx.inf)
-    if sinks is None:
+    if sink is None:
         return mx.softmax(scores, axis=-1) @ v
-    rows, kv_heads, n, keys = scores.shape
-    sink = mx.repeat(sinks.astype(mx.float32).reshape(kv_heads, -1), n * kv_heads // sinks.size, axis=1)
-    sink = mx.broadcast_to(sink[None, :, :, None], (rows, kv_heads, n, 1))
-    return mx.softmax(mx.concatenate([scores, sink], axis=-1), axis=-1)[..., :keys] @ v
+    sink = mx.broadcast_to(sink.astype(mx.float32), (*scores.shape[:-1], 1))
+    return mx.softmax(mx.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1] @ v
