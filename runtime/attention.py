@@ -29,24 +29,26 @@ class Arrays(NamedTuple):
 
 
 def arrays_of(plan: StepPlan, previous: mx.array) -> Arrays:
-    """The plan's arrays by one copy; `previous`: the ids that the step before sampled, int32 `[R]`.
+    """The plan's arrays; `previous`: the ids that the step before sampled, int32 `[R]`.
 
-    On CUDA the device makes that copy: what a kernel reads in the host's reach, it reads slowly, layer by layer.
+    On CUDA the device copies them, all at once: what a kernel reads in the host's reach, it reads slowly, in each layer.
     """
     given = [plan.tokens, plan.positions, plan.slots, plan.tables, plan.lengths, plan.rows, plan.feed]
     given += [segment.table for segment in plan.segments]
-    whole = mx.array(np.concatenate([array.ravel() for array in given]))
-    if mx.cuda.is_available():
-        whole = whole + 0
-    stops = accumulate(array.size for array in given)
-    parts = (whole[stop - array.size : stop] for array, stop in zip(given, stops, strict=True))
-    shaped = (part.reshape(array.shape) for part, array in zip(parts, given, strict=True))
+    shaped = _copied(given) if mx.cuda.is_available() else [mx.array(array) for array in given]
     tokens, positions, slots, tables, lengths, rows, feed, *segments = shaped
     if (plan.feed >= 0).any():
         decodes = len(plan.feed)
         fed = mx.where(feed >= 0, previous[mx.maximum(feed, 0)], tokens[:decodes])
         tokens = mx.concatenate([fed, tokens[decodes:]]) if decodes < len(plan.tokens) else fed
     return Arrays(tokens, positions, slots, tables, lengths, rows, segments)
+
+
+def _copied(given: list[Ints]) -> list[mx.array]:
+    whole = mx.array(np.concatenate([array.ravel() for array in given])) + 0
+    stops = accumulate(array.size for array in given)
+    parts = (whole[stop - array.size : stop] for array, stop in zip(given, stops, strict=True))
+    return [part.reshape(array.shape) for part, array in zip(parts, given, strict=True)]
 
 
 class StepAttention:

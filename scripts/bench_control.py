@@ -32,7 +32,9 @@ class NullModel:
     def __init__(self) -> None:
         self._logits = mx.arange(VOCAB).astype(mx.float32)[None]
 
-    def __call__(self, tokens: mx.array, positions: mx.array, attend: Any, rows: mx.array | None = None) -> mx.array:
+    def __call__(
+        self, tokens: mx.array, positions: mx.array, attend: Any, rows: Any = None, whole: Any = None
+    ) -> mx.array:
         count = tokens.shape[0] if rows is None else rows.shape[0]
         return mx.broadcast_to(self._logits, (count, VOCAB))
 

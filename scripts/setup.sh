@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes .venv and installs pagefork into it, editable, with the extras named by $1 and the right build of MLX.
-# As root on a Debian-like system it also installs what is missing there: python3-venv, OpenBLAS, and g++ for the tests.
+# As root on a Debian-like system it also installs what is missing there: python3-venv, BLIS (or OpenBLAS), and g++ for the tests.
 # PAGEFORK_APT=0 forbids that. PYTHON picks the interpreter.
 set -eu
 cd "$(dirname "$0")/.."
@@ -51,8 +51,8 @@ make_venv() {
     return 1
 }
 
-has_openblas() {
-    PATH="$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null | grep -q 'libopenblas\.so\.0'
+has_library() {
+    PATH="$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null | grep -q "$1"
 }
 
 make_venv
@@ -62,8 +62,9 @@ if [ "$system" = Linux ]; then
         extras="cuda13,$extras"
     else
         extras="cpu,$extras"
-        has_openblas || apt_install libopenblas0-pthread ||
-            say "OpenBLAS not found: MLX will be slow on this CPU (Debian, Ubuntu: apt install libopenblas0-pthread)"
+        has_library 'libblis\.so\.4' || apt_install libblis4-openmp ||
+            has_library 'libopenblas\.so\.0' || apt_install libopenblas0-pthread ||
+            say "no fast BLAS found: MLX will be slow on this CPU (Debian, Ubuntu: apt install libblis4-openmp)"
     fi
     case ",$extras," in
     *,dev,*)
