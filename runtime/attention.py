@@ -11,7 +11,7 @@ import numpy as np
 
 from pagefork import kernels
 from pagefork.cache.kv import PagedKVCache
-from pagefork.runtime.engine import Segment, StepPlan
+from pagefork.runtime.engine import Ints, Segment, StepPlan
 from pagefork.runtime.layers import LayerSpec
 
 
@@ -31,7 +31,8 @@ class Arrays(NamedTuple):
 def arrays_of(plan: StepPlan, previous: mx.array) -> Arrays:
     """The plan's arrays; `previous`: the ids that the step before sampled, int32 `[R]`.
 
-    On CUDA the device copies them, all at once: what a kernel reads in the host's reach, it reads slowly, in each layer.
+    On CUDA the device copies them, all at once: what a kernel reads in the host's reach, it reads slowly, layer by
+    layer.
     """
     given = [plan.tokens, plan.positions, plan.slots, plan.tables, plan.lengths, plan.rows, plan.feed]
     given += [segment.table for segment in plan.segments]
