@@ -185,9 +185,12 @@ class PagedKVCache:
         """What a step must evaluate for its writes to happen: every pool, and what last read or wrote it."""
         return [*self._k, *self._v, *(order for order in self._order if order is not None)]
 
-    def orders(self) -> list[mx.array]:
-        """What last read or wrote each layer's pools, where they are written in place; see `set_orders`."""
-        return [order if order is not None else mx.zeros((8,), self.dtype) for order in self._order]
+    def orders(self, rows: int) -> list[mx.array]:
+        """What last read or wrote each layer's pools, where they are written in place; see `set_orders`.
+
+        For a step of `rows` rows: of two shapes only, whatever the step before was, since a trace is for one shape.
+        """
+        return [mx.zeros((8,), self.dtype) if order is None else _as_order(order, rows) for order in self._order]
 
     def set_orders(self, orders: Sequence[mx.array]) -> None:
         """Say what last read or wrote each layer's pools: for a trace, which knows only its own arrays."""
@@ -237,6 +240,10 @@ class PagedKVCache:
         if written is not None:
             mx.eval(written)
             self._written[layer] = None
+
+
+def _as_order(order: mx.array, rows: int) -> mx.array:
+    return order if order.ndim == 3 and order.shape[0] == rows else order.reshape(-1)[:8]
 
 
 def _array(values: mx.array | npt.NDArray[np.int32]) -> mx.array:

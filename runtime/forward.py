@@ -82,7 +82,7 @@ class Engine:
             self._traces[width] = mx.compile(self._traced(width * self._kv.block_size))
         arrays = (given.tokens, given.positions, given.slots, given.tables, given.lengths)
         logits: mx.array
-        logits, orders = self._traces[width](*arrays, self._kv.orders())
+        logits, orders = self._traces[width](*arrays, self._kv.orders(len(given.lengths)))
         self._kv.set_orders(orders)
         return logits
 
@@ -98,7 +98,8 @@ class Engine:
             self._kv.set_orders(orders)
             arrays = Arrays(tokens, positions, slots, tables, lengths, rows=tokens, segments=[])
             how = StepAttention(self._kv, self._model.layers, arrays, longest)
-            return self._model(tokens, positions, how.attend, attend_whole=how.attend_whole), self._kv.orders()
+            logits = self._model(tokens, positions, how.attend, attend_whole=how.attend_whole)
+            return logits, self._kv.orders(lengths.shape[0])
 
         return step
 

@@ -228,3 +228,11 @@ def test_rows_that_do_not_fit_are_refused_before_anything_is_written() -> None:
     with pytest.raises(KVError, match="do not cover"):
         kv.read(0, np.array([0], dtype=np.int32), 5)
     assert equal(kv.read(0, np.array([0], dtype=np.int32), 4)[0], mx.zeros((4, *LAYERS[0])))
+
+
+def test_orders_have_two_shapes_whatever_came_before() -> None:
+    kv = PagedKVCache(4, 8, [(2, 16)] * 4, mx.float32)
+    kv.set_orders([mx.zeros((3, 4, 16)), mx.zeros((5, 4, 16)), mx.ones((2,)), mx.zeros((8,))])
+    assert [order.shape for order in kv.orders(3)] == [(3, 4, 16), (8,), (2,), (8,)]
+    assert [order.shape for order in kv.orders(5)] == [(8,), (5, 4, 16), (2,), (8,)]
+    assert [order.shape for order in PagedKVCache(4, 8, [(2, 16)], mx.float16).orders(1)] == [(8,)]
