@@ -259,8 +259,8 @@ class Ledger:
         chain = self._chains.pop(owner, None)
         if table is not None:
             freed += self._drop(table.live)
-        if chain is not None and chain.borrowed:
-            self.index.touch(chain)
+        if chain is not None and (chain.borrowed or (table is not None and table.trimmed)):
+            self.index.touch(chain)  # its head became idle first, but is to be evicted last
         return freed
 
     def check(self) -> None:

@@ -94,7 +94,7 @@ class BlockTable:
         self._count = stop
 
     def skip(self, entries: int) -> None:
-        """Begin with so many holes. TableError unless the table is empty."""
+        """Begin with so many holes, to be followed by blocks. TableError unless the table is empty."""
         if self._count:
             raise TableError(f"cannot skip entries of a table that has {self._count}")
         self.grow(np.full(entries, HOLE, dtype=np.int32))
@@ -122,7 +122,7 @@ class BlockTable:
         self._length = length
 
     def fork(self, length: int | None = None) -> BlockTable:
-        """A table of the first `length` tokens (default: all) that names the same blocks; retain its `ids`.
+        """A table of the first `length` tokens (default: all) that names the same blocks; retain its `live`.
 
         Granted blocks past `length` are left out. Where only holes are left the table is empty. TableError when
         `length` exceeds this table's.

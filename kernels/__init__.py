@@ -1,6 +1,6 @@
 """Paged-attention kernels: arrays in, arrays out."""
 
-from pagefork.kernels.dispatch import in_place, paged_attention, prefill_attention, rope_and_write, write_kv
+from pagefork.kernels.dispatch import can_rotate, in_place, paged_attention, prefill_attention, rope_and_write, write_kv
 from pagefork.kernels.spec import Attention, Rope, Rotation
 from pagefork.kernels.verify import KernelMismatch, Result, prepare, selftest
 
@@ -10,6 +10,7 @@ __all__ = [
     "Result",
     "Rope",
     "Rotation",
+    "can_rotate",
     "in_place",
     "paged_attention",
     "prefill_attention",

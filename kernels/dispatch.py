@@ -205,6 +205,17 @@ def in_place(cases: Sequence[Case]) -> bool:
     return not _fallbacks.intersection([*attentions, *map(pools_of, cases)])
 
 
+def can_rotate(rotation: Rotation) -> bool:
+    """Whether this device has a kernel for it; where not, `rope_and_write` is MLX's rope and a write."""
+    backend = device().backend
+    try:
+        if backend != "reference":
+            (metal if backend == "metal" else cuda).rope_and_write_spec(rotation, rows=1)
+    except ValueError:
+        return False
+    return True
+
+
 def fall_back(variant: Variant) -> None:
     """From now on, take the reference path for this variant unless a back end is named."""
     _fallbacks.add(variant)

@@ -282,6 +282,7 @@ def _visible(
             visible = visible & (positions > last - window)
         places = mx.where(visible, positions, last)
         slots = mx.take_along_axis(tables, places // block_size, axis=1) * block_size + places % block_size
+        slots = mx.where(lengths[:, None] > 0, slots, 0)  # an empty row's table may hold anything
         at = slots[:, None] * kv_heads + mx.arange(kv_heads)[:, None]
         _seen = (tables, lengths, asked, visible[:, None, None], at)
     return _seen[3], _seen[4]

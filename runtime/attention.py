@@ -23,8 +23,8 @@ class Arrays(NamedTuple):
     slots: mx.array
     tables: mx.array
     lengths: mx.array
-    rows: mx.array
-    segments: list[mx.array]
+    rows: mx.array | None = None
+    segments: Sequence[mx.array] = ()
     """The tables of the prompt chunks."""
 
 

@@ -30,9 +30,9 @@ def preload() -> str | None:
     if "mlx.core" in sys.modules:
         log.debug("blas", library=None, reason="mlx.core was imported before pagefork")
         return None
-    if "OMP_NUM_THREADS" not in os.environ:  # BLIS would take one thread, OpenBLAS takes all by itself
-        os.environ.setdefault("BLIS_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     for name in (wanted,) if wanted else _NAMES:
+        if "blis" in name and "OMP_NUM_THREADS" not in os.environ:  # it would take one thread; OpenBLAS takes all
+            os.environ.setdefault("BLIS_NUM_THREADS", str(len(os.sched_getaffinity(0))))
         try:
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
         except OSError:

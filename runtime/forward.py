@@ -96,7 +96,7 @@ class Engine:
             orders: list[mx.array],
         ) -> tuple[mx.array, list[mx.array]]:
             self._kv.set_orders(orders)
-            arrays = Arrays(tokens, positions, slots, tables, lengths, rows=tokens, segments=[])
+            arrays = Arrays(tokens, positions, slots, tables, lengths)
             how = StepAttention(self._kv, self._model.layers, arrays, longest)
             logits = self._model(tokens, positions, how.attend, attend_whole=how.attend_whole)
             return logits, self._kv.orders(lengths.shape[0])
@@ -142,33 +142,20 @@ def build(source: Source, blocks: Blocks, block_size: int, progress: Progress | 
 
 def _prepare_kernels(model: Model, block_size: int, progress: Progress | None, strict: bool) -> int:
     """Compile and self-test every variant that the model needs; returns how many steps may be in flight."""
-    cases: list[kernels.Attention | kernels.Rotation] = [
-        kernels.Attention(
-            dtype=model.dtype,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            block_size=block_size,
-            window=spec.window is not None,
-            sinks=spec.sinks,
-            softcap=spec.softcap is not None,
-        )
-        for spec in model.layers
-    ]
-    cases += [
-        kernels.Rotation(
-            dtype=model.dtype,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            block_size=block_size,
-            dims=rope.dims,
-            traditional=rope.traditional,
-            freqs=rope.freqs is not None,
-        )
-        for spec, rope in zip(model.layers, model.rotations, strict=True)
-        if rope is not None
-    ]
+    cases: list[kernels.Attention | kernels.Rotation] = []
+    ropes: list[kernels.Rope | None] = []
+    for spec, rope in zip(model.layers, model.rotations, strict=True):
+        shape = (model.dtype, spec.heads, spec.kv_heads, spec.head_dim, block_size)
+        features = (spec.window is not None, spec.sinks, spec.softcap is not None)
+        cases.append(kernels.Attention(*shape, *features))
+        if rope is not None:
+            rotation = kernels.Rotation(*shape, rope.dims, rope.traditional, rope.freqs is not None)
+            if kernels.can_rotate(rotation):
+                cases.append(rotation)
+            else:
+                rope = None
+        ropes.append(rope)
+    model.take_rotations(tuple(ropes))
     cases = list(dict.fromkeys(cases))
     if mx.default_device().type == mx.DeviceType.gpu:
         tell = progress or (lambda stage, fraction: None)

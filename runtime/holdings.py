@@ -45,6 +45,7 @@ def window_of(size: int | None, num_blocks: int, block_size: int, chunk: int) ->
     """
     if size is None:
         return None
+    size = max(size, 2)  # as `first_needed` counts
     spare = num_blocks - -(-(size - 1) // block_size) - 1
     return Window(size, min(chunk, spare * block_size)) if spare > 0 else None
 

@@ -1,9 +1,9 @@
 """Loads a model, finds out how its layers attend, and runs it with attention of the caller's choice.
 
-Nothing but this file and its parts (`layers`, `rewrites`, `routing`, `selfcheck`) knows mlx-lm. What a layer looks like
-(heads, dims, scale, window, sinks) is read from what it passes to the attention call while the model runs lazily, never
-from a configuration. A model whose attention cannot be routed, or whose logits come out different when it is, is
-refused with `UnsupportedModel`.
+Nothing but this file and its parts (`joint`, `layers`, `rewrites`, `routing`, `selfcheck`) knows mlx-lm. What a layer
+looks like (heads, dims, scale, window, sinks) is read from what it passes to the attention call while the model runs
+lazily, never from a configuration. A model whose attention cannot be routed, or whose logits come out different when it
+is, is refused with `UnsupportedModel`.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ class Model:
             self._caches = [LayerCache(i, self._step, recast=recast) for i, recast in enumerate(self.recast)]
             self._rows_inside = self._skip_rows()
             check(self)
-            self.rotations = rotations(self)
-            for cache, rope in zip(self._caches, self.rotations, strict=True):
-                cache.rope = rope
+            self.take_rotations(rotations(self))
         except BaseException:
             self.restore()
             raise
@@ -119,6 +117,12 @@ class Model:
         if rows is not None and not self._rows_inside:
             logits = mx.take(logits, rows, axis=0)
         return logits.squeeze(1)
+
+    def take_rotations(self, ropes: tuple[Rope | None, ...]) -> None:
+        """From now on, layers with one of these call `attend_whole` where it is given, all others `attend`."""
+        self.rotations = ropes
+        for cache, rope in zip(self._caches, ropes, strict=True):
+            cache.rope = rope
 
     def restore(self) -> None:
         """Put everything that was patched in the user's model and its Python modules back; idempotent."""

@@ -60,8 +60,8 @@ class Step:
         self.attend_whole: AttendWhole | None = None
         self.rows: mx.array | None = None
         self.stored: dict[LayerCache, tuple[mx.array, mx.array]] = {}
-        self.projected: dict[Joint, tuple[mx.array, list[mx.array]]] = {}
-        """What joint projections made of which input."""
+        self.projected: dict[Joint, tuple[mx.array, list[mx.array], mx.array]] = {}
+        """What joint projections made of which input: their parts, and the whole."""
         self.whole: tuple[Joint, mx.array] | None = None
         """The queries, keys and values that the next attention comes from."""
 
@@ -124,13 +124,15 @@ class LayerCache:
         if self.step.attend is None:
             refuse("it attends outside of a step")
         if self.rope is not None and self.step.attend_whole is not None and self.step.whole is not None:
-            _, whole = self.step.whole
-            return self.step.attend_whole(self.layer, whole.squeeze(1), self.rope, sinks)[:, :, None]
+            (_, whole), self.step.whole = self.step.whole, None
+            out = self.step.attend_whole(self.layer, whole.squeeze(1), self.rope, sinks)
+            return out[:, :, None].astype(queries.dtype)
         q, k, v = queries.squeeze(2).astype(keys.dtype), keys.squeeze(2), values.squeeze(2)
         wide, narrow = k.shape[-1], v.shape[-1]
         if narrow < wide:
             v = mx.pad(v, [(0, 0), (0, 0), (0, wide - narrow)])
         out = self.step.attend(self.layer, q, k, v, sinks)
+        self.step.whole = None
         return out[:, :, None, :narrow].astype(queries.dtype)
 
     def _take(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -226,6 +228,7 @@ class Patch:
     def __init__(self, model: nn.Module) -> None:
         self._modules = [m for m in _python_modules(model.modules()) if hasattr(m, HOOK)]
         self._swapped: list[nn.Module] = []
+        self._last: list[Callable[[], None]] = []
         for module in self._modules:
             _hooks.acquire(module)
 
@@ -261,10 +264,16 @@ class Patch:
         if kind.pagefork_users == 0:
             module.__class__ = kind.__bases__[0]
 
+    def finally_do(self, call: Callable[[], None]) -> None:
+        """Have `restore` call it, once."""
+        self._last.append(call)
+
     def restore(self) -> None:
         """Undo everything; a second call does nothing."""
         for module in self._swapped[::-1]:
             self.unswap(module)
+        while self._last:
+            self._last.pop()()
         for python_module in self._modules:
             _hooks.release(python_module)
         self._modules.clear()

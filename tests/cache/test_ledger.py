@@ -226,6 +226,19 @@ def test_trimmed_blocks_that_were_published_are_kept_until_others_need_them() ->
     assert ledger.available == 5 and ledger.cached == 1
 
 
+def test_a_trimmed_prefix_loses_its_end_first_once_nobody_uses_it() -> None:
+    ledger = Ledger(BlockPool(12, 4), window=8)
+    tokens = list(range(40))
+    ledger.reserve(1, 40, 0)
+    ledger.publish(1, tokens, 40)
+    for position in range(0, 40, 4):
+        ledger.trim(1, first_needed(position, 8, 4) * 4)
+    ledger.release(1)
+    ledger.reserve(2, 12, 0)
+    assert ledger.evictions == 1 and len(ledger.index.lookup(tokens)) == 9
+    ledger.check()
+
+
 def test_trimming_an_owner_without_blocks_does_nothing() -> None:
     ledger = Ledger(BlockPool(2, 4))
     assert ledger.trim(7, 100) == 0 and ledger.span(7, 5) == 2

@@ -202,3 +202,11 @@ def test_an_unknown_back_end_is_refused() -> None:
     case = random_case(np.random.default_rng(0), mx.float32, lengths=[3])
     with pytest.raises(ValueError, match="no abacus kernels"):
         paged_attention(*case.arrays(mx.float32), **case.options(mx.float32), backend="abacus")
+
+
+def test_the_table_of_an_empty_row_is_not_looked_at() -> None:
+    k_pool = v_pool = mx.full((4, 8, 1, 16), float("nan"))
+    k_pool[1], v_pool[1] = 1.0, 2.0
+    tables, lengths = mx.array([[1], [10**6], [-(10**6)]]), mx.array([3, 0, 0])
+    out = paged_attention(mx.ones((3, 2, 16)), k_pool, v_pool, tables, lengths, scale=0.25, backend="reference")
+    assert mx.array_equal(out, mx.array([2.0, 0.0, 0.0])[:, None, None] * mx.ones((3, 2, 16)))

@@ -10,14 +10,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import ministral3
+from mlx_lm.tuner.lora import LoRALinear
 
 from pagefork.cache.kv import PagedKVCache
 from pagefork.kernels import Rope
+from pagefork.kernels.reference import rotate
 from pagefork.runtime.dense import DenseKV
 from pagefork.runtime.models import Model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from architectures import tiny
+from architectures import configuration, tiny
 
 TOKENS, POSITIONS = mx.array([5, 6, 7, 8]), mx.arange(4)
 
@@ -36,6 +39,17 @@ def model(module: nn.Module) -> Iterator[Model]:
 
 def logits(model: Model) -> mx.array:
     return model(TOKENS, POSITIONS, DenseKV(model.layers).step([0] * 4))
+
+
+def logits_by_whole(model: Model, positions: mx.array = POSITIONS) -> mx.array:
+    """The same where layers that can attend to their joint projection do."""
+    attend = DenseKV(model.layers).step([0] * 4)
+
+    def attend_whole(layer: int, qkv: mx.array, rope: Rope, sinks: mx.array | None) -> mx.array:
+        spec = model.layers[layer]
+        return attend(layer, *rotate(qkv, positions, rope, spec.heads, spec.kv_heads, spec.head_dim), sinks)
+
+    return model(TOKENS, positions, attend, attend_whole=attend_whole)
 
 
 def weights(attention: Any) -> list[mx.array]:
@@ -77,14 +91,75 @@ def test_a_step_computes_one_product_for_three(model: Model, monkeypatch: pytest
     assert len(calls) == 4 * layers + 1  # QKV, output, gate and up, down; and the head
 
 
-def test_weights_that_come_later_are_used(model: Model) -> None:
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_weights_that_come_later_are_used(model: Model, name: str, factor: float) -> None:
     before = logits(model)
-    projection = model.module.layers[1].self_attn.k_proj
-    projection.weight = projection.weight * 2
-    assert not mx.allclose(before, logits(model))
+    projection = model.module.layers[1].self_attn[name]
+    projection.weight = projection.weight * factor
+    after = logits(model)
+    assert mx.allclose(before, after, atol=1e-5) == (factor == 1.0)
+    assert mx.allclose(logits_by_whole(model), after, atol=1e-4)
     again = Model(model.module, name="again")
-    assert mx.allclose(logits(again), logits(model), atol=1e-5)
+    assert mx.allclose(logits(again), after, atol=1e-4)
     again.restore()
+
+
+def test_an_adapter_that_comes_later_is_used(model: Model) -> None:
+    before, attention = logits(model), model.module.layers[1].self_attn
+    attention.q_proj = LoRALinear.from_base(attention.q_proj, r=4)
+    attention.q_proj.lora_b = mx.random.normal(attention.q_proj.lora_b.shape, key=mx.random.key(1))
+    after = logits(model)
+    assert not mx.allclose(before, after, atol=1e-3)
+    assert mx.allclose(logits_by_whole(model), after, atol=1e-4)
+
+
+def test_a_closed_model_may_be_changed_in_place_and_opened_again(module: nn.Module) -> None:
+    model = Model(module, name="llama")
+    before = logits(model)
+    model.restore()
+    projection = module.layers[0].self_attn.q_proj
+    assert not hasattr(projection, "joint") and not hasattr(projection, "place")
+    projection.weight += 0.5
+    again = Model(module, name="llama")
+    assert not mx.allclose(before, logits(again), atol=1e-3)
+    again.restore()
+
+
+def test_loading_draws_no_random_numbers(module: nn.Module) -> None:
+    mx.random.seed(0)
+    expected = mx.random.uniform(shape=(4,))
+    mx.random.seed(0)
+    Model(module, name="llama").restore()
+    assert mx.array_equal(mx.random.uniform(shape=(4,)), expected)
+
+
+def test_projections_with_biases_of_different_dtypes_stay_apart(module: nn.Module) -> None:
+    attention = module.layers[0].self_attn
+    for name, dtype in (("q_proj", mx.float16), ("k_proj", mx.float32), ("v_proj", mx.float32)):
+        attention[name].bias = mx.zeros((attention[name].weight.shape[0],), dtype)
+    model = Model(module, name="llama")
+    assert not hasattr(attention.q_proj, "joint") and attention.q_proj.bias.dtype == mx.float16
+    assert [rope is not None for rope in model.rotations] == [False, True, True, True]
+    model.restore()
+
+
+@pytest.mark.parametrize(("longest", "alike"), [(200, True), (512, False)])
+def test_a_scale_that_begins_far_into_the_context_is_found(longest: int, alike: bool) -> None:
+    """Ministral 3 scales its queries by their position; without YaRN nothing else would tell."""
+    config = configuration("ministral3")
+    config["rope_parameters"] = config["rope_parameters"] | {"original_max_position_embeddings": 256}
+    module = ministral3.Model(ministral3.ModelArgs.from_dict(config))
+    mx.eval(module.parameters())
+    model = Model(module, name="ministral3", max_context=longest)
+    assert [rope is not None for rope in model.rotations] == [alike] * len(model.layers)
+    model.restore()
+
+
+def test_rotations_are_found_in_a_long_context(module: nn.Module) -> None:
+    model = Model(module, name="llama", max_context=131_072)
+    assert None not in model.rotations
+    model.restore()
 
 
 def test_two_runtimes_of_one_model_share_the_joint_weights(model: Model) -> None:

@@ -127,7 +127,13 @@ async def test_a_pool_that_cannot_hold_a_window_serves_what_fits(blocks: int) ->
                 assert await take(seq.generate(SamplingParams(max_tokens=90)), 90) == ahead([1], 90)
             else:
                 got = [step.token async for step in seq.generate(SamplingParams(max_tokens=90, ignore_eos=True))]
-                assert got == ahead([1], len(got)) and (len(got) == 4 * blocks - 1 or len(got) == 90)
+                assert got == ahead([1], len(got)) and len(got) == 4 * blocks - 1
+
+
+async def test_a_window_of_one_position_counts_as_two() -> None:
+    with anyio.fail_after(20):
+        async with runtime(Double(window=1), blocks=4, chunk=64) as rt, await rt.sequence(prompt_of(40)) as seq:
+            assert await take(seq.generate(SamplingParams(max_tokens=8)), 8) == Double.greedy(prompt_of(40), 8, 1)
 
 
 async def test_what_can_never_fit_beside_others_waits_and_what_fits_does_not() -> None:
