@@ -11,7 +11,8 @@ Ids = npt.NDArray[np.int32]
 IdsLike = npt.NDArray[np.integer] | Sequence[int]
 _Index = npt.NDArray[np.intp]
 
-_SMALL = 48  # up to here Python's set and min beat NumPy's
+_SMALL = 48  # up to here Python's set beats NumPy's
+_INT32, _INTP = np.dtype(np.int32), np.dtype(np.intp)
 _ONE = np.int32(1)  # of the refcounts' dtype: ufunc.at is an order of magnitude slower on mixed ones
 _MAX_SLOTS = 2**31 - 1  # slots are int32
 
@@ -71,7 +72,9 @@ class BlockPool:
             raise ValueError(f"{num_blocks} blocks of {block_size} positions exceed {_MAX_SLOTS} int32 slots")
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._refcounts = np.zeros(num_blocks, dtype=np.int32)
+        # Twice as long as need be: an id that is no block's, negative or too large, finds no reference in the upper half.
+        self._counts = np.zeros(2 * num_blocks, dtype=np.int32)
+        self._refcounts = self._counts[:num_blocks]
         # The stack of free ids is `_free[_used:]`, its top at `_used`; index dtype saves a conversion per call.
         self._free: _Index = np.arange(num_blocks, dtype=np.intp)
         self._used = 0
@@ -127,7 +130,7 @@ class BlockPool:
         self._used = stop
         if stop > self._peak_used:
             self._peak_used = stop
-        return taken.astype(np.int32)
+        return taken.astype(_INT32)
 
     def retain(self, ids: IdsLike) -> None:
         """Add one reference per entry of `ids`, a 1-d integer array or sequence.
@@ -146,22 +149,19 @@ class BlockPool:
         BlockOutOfRange, DoubleFree: for the whole call. TypeError when `ids` are not integers.
         """
         index = _as_index(ids)
-        if len(index) <= _SMALL and self._sole_references(index):
-            self._refcounts[index] = 0
+        n = len(index)
+        if n <= _SMALL and self._sole_references(index, n):
+            self._counts[index] = 0
             return self._push(index)
         return self._release(self._in_range(index))
 
-    def _sole_references(self, index: _Index) -> bool:
-        """Whether `index` names distinct blocks of one reference each; the common case, so without NumPy reductions."""
+    def _sole_references(self, index: _Index, n: int) -> bool:
+        """Whether `index` names `n` distinct blocks of one reference each; the common case, so without reductions."""
         try:
-            held = self._refcounts[index].tobytes()
+            held = self._counts[index].tobytes()
         except IndexError:
             return False
-        n = len(index)
-        if held != self._ones[n]:
-            return False
-        listed = index.tolist()
-        return len(set(listed)) == n and (n == 0 or min(listed) >= 0)
+        return held == self._ones[n] and len(set(index.tolist())) == n
 
     def _release(self, index: _Index) -> int:
         refcounts = self._refcounts
@@ -195,7 +195,7 @@ def _as_index(ids: IdsLike) -> _Index:
     given = ids if isinstance(ids, np.ndarray) else np.asarray(ids, dtype=None if len(ids) else np.intp)
     if given.dtype.kind not in "iu" or given.ndim != 1:
         raise TypeError(f"block ids must be a 1-d integer array, not {given.dtype} of {given.ndim} dimensions")
-    return given.astype(np.intp)
+    return given.astype(_INTP)
 
 
 def _by_last_occurrence(ids: _Index) -> _Index:
