@@ -72,7 +72,7 @@ class BlockPool:
             raise ValueError(f"{num_blocks} blocks of {block_size} positions exceed {_MAX_SLOTS} int32 slots")
         self._num_blocks = num_blocks
         self._block_size = block_size
-        # Twice as long as need be: an id that is no block's, negative or too large, finds no reference in the upper half.
+        # Twice as long as need be: an id that is no block's finds no reference in the upper half.
         self._counts = np.zeros(2 * num_blocks, dtype=np.int32)
         self._refcounts = self._counts[:num_blocks]
         # The stack of free ids is `_free[_used:]`, its top at `_used`; index dtype saves a conversion per call.
