@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import pagefork.runtime  # noqa: F401 - before any test imports mlx.core: MLX is set up as users have it
+
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 
 
