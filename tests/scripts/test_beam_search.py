@@ -49,7 +49,7 @@ async def test_private_caches_are_counted_step_by_step() -> None:
     # One beam computes the prompt of 10 tokens; then 3 go on, whose 19 tokens at the last step need two blocks each.
     assert result.tokens == 1 + 9 * 3
     assert result.unshared == 3 * 2
-    assert 2 <= result.peak < result.unshared
+    assert 2 <= result.peak <= result.unshared  # all that beams share here is what they have in common past the prompt
     assert result.copied_bytes > 0 and result.unshared_bytes > 0
     assert [beam.score for beam in result.beams] == sorted((beam.score for beam in result.beams), reverse=True)
 
