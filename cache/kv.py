@@ -108,7 +108,7 @@ class PagedKVCache:
         self._keep(layer, written, order)
         return q
 
-    def copy_blocks(self, copies: mx.array) -> None:
+    def copy_blocks(self, copies: npt.NDArray[np.int32]) -> None:
         """Do block copies in every layer at once: for pools that are not written in place, instead of `write`'s.
 
         There each layer's copies would wait for the layers before it.

@@ -41,7 +41,7 @@ def write_kv(
     step.
     """
     if copies is not None and copies.shape[0]:
-        k_pool, v_pool = copy_blocks([k_pool, v_pool], copies)
+        k_pool, v_pool = copy_blocks([k_pool, v_pool], np.array(copies))
     kept = np.flatnonzero(np.array(slots) >= 0)
     if len(kept) < k.shape[0]:
         chosen = mx.array(kept)
@@ -136,12 +136,12 @@ def check_width(qkv: mx.array, heads: int, kv_heads: int, head_dim: int) -> None
         raise ValueError(f"{heads} + 2 * {kv_heads} heads of {head_dim} make rows of {width}, not {qkv.shape[-1]}")
 
 
-def copy_blocks(pools: Sequence[mx.array], copies: mx.array) -> list[mx.array]:
+def copy_blocks(pools: Sequence[mx.array], copies: npt.NDArray[np.int32]) -> list[mx.array]:
     """Do block copies, int32 `[n, 3]` as for `write_kv`, in pools of one block size; returns the new pools.
 
     Waits once for all of them: a gather that still names a pool would turn the scatter into a copy of it all.
     """
-    source, destination = _copied_slots(np.array(copies), pools[0].shape[1])
+    source, destination = _copied_slots(copies, pools[0].shape[1])
     carried = [_flat(pool)[source] for pool in pools]
     mx.eval(carried)
     return [_scatter(pool, rows, destination) for pool, rows in zip(pools, carried, strict=True)]
@@ -175,7 +175,7 @@ def paged_attention(
     visible, at = _visible(tables, lengths, window, block_size, kv_heads)
     k, v = (pool.reshape(-1, head_dim)[at] for pool in (k_pool, v_pool))
     if softcap is None and not _on_cpu():
-        out = mx.fast.scaled_dot_product_attention(q[:, :, None], k, v, scale=scale, mask=visible, sinks=sinks)
+        out = _softmax_attention(q[:, :, None], k, v, scale=scale, mask=visible, sinks=sinks)
     else:
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
         sink = None if sinks is None else sinks.reshape(1, kv_heads, heads // kv_heads, 1)

@@ -105,10 +105,11 @@ class Engine:
 
     def _run(self, plan: StepPlan, arrays: Arrays) -> mx.array:
         """Logits of any step, its graph built anew."""
-        copies = mx.array(plan.copies) if len(plan.copies) else None
-        if copies is not None and self.facts.depth == 1:
-            self._kv.copy_blocks(copies)
-            copies = None
+        copies = None
+        if len(plan.copies) and self.facts.depth == 1:
+            self._kv.copy_blocks(plan.copies)
+        elif len(plan.copies):
+            copies = mx.array(plan.copies)
         longest = int(plan.lengths.max(initial=0))
         how = StepAttention(self._kv, self._model.layers, arrays, longest, plan.segments, copies)
         rows = arrays.rows if len(plan.rows) else None
