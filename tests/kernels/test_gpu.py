@@ -148,9 +148,13 @@ def test_a_thousand_pipelined_steps_write_in_place() -> None:
             filled, first = min(5, step % 16), step // 16 * 16
             copy[:, :filled] = expected[first : first + filled, :copied].swapaxes(0, 1)
             np.testing.assert_array_equal(to_numpy(pool[target : target + copied]), copy)
-    options = {"scale": scale, "order": order}
-    reference = paged_attention(q, k_pool, v_pool, table, lengths[-1], **options, backend="reference")
-    assert error(order, to_numpy(reference)) <= 1e-2
+    # Scores go into the hundreds here, where 16 bits would not do: some rows of the last step against float64.
+    some = slice(None, None, 16)
+    keys, values = written[:, :, some].transpose(0, 2, 3, 1, 4)
+    scores = to_numpy(q[some]).reshape(-1, 8, 4, 128) @ keys.swapaxes(-1, -2) * scale
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    attended = (weights / weights.sum(axis=-1, keepdims=True)) @ values
+    assert error(order[some], attended.reshape(-1, 32, 128)) <= 1e-2
 
 
 def test_a_write_alone_adds_no_memory() -> None:
