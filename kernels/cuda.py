@@ -6,6 +6,7 @@
 - `copies`: int32 `[n, 3]`; `[1, 3]` of zeros where a step copies nothing (then `copies=0` below)
 - `params`: float32 `[4]`: scale, softcap (0 without), window (0 without), 0; for a rotation scale, log2 of base, 0, 0
 - `freqs`: of a `Rope`
+- `x`, `weights`, `gain`, `bias`, `add`: as in `reference.linear`; then `params[0]` is its `eps`
 - `order`: any array of the pools' dtype with at least 8 elements; only its place in the graph counts
 - what an earlier spec of the same tuple put out
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from pagefork.kernels.spec import Attention, KernelSpec, Output, Rotation
+from pagefork.kernels.spec import Attention, KernelSpec, Linear, Output, Rotation
 
 SHARED_MEMORY = 227 * 1024
 """What one block may take of a multiprocessor of compute capability 9.0."""
@@ -31,6 +32,9 @@ _IN_FLIGHT = 144 * 1024  # bytes a multiprocessor asks for ahead: more gains not
 _MERGE_THREADS = 128
 _WRITE_THREADS = 128
 _ROTATE_THREADS = 128
+_LINEAR_ROWS = 4
+_LINEAR_WARPS = 8
+_LINEAR_STAGES = 3
 
 
 def write_kv_spec(
@@ -159,6 +163,49 @@ def decode_specs(
         threads=_MERGE_THREADS,
     )
     return attend, merge
+
+
+def linear_spec(
+    case: Linear, *, rows: int, inputs: int, outputs: int, cores: int, shared_memory: int = SHARED_MEMORY
+) -> KernelSpec:
+    """One launch that multiplies `rows` rows of `inputs` values by weights `[outputs, inputs]`, see `linear`.
+
+    Inputs `x, weights, params`, and `gain`, `bias`, `add` where the case has them; output `y`.
+
+    :raises ValueError: for more rows than it is worth, and for sizes that do not fit tiles or shared memory.
+    """
+    if case.dtype not in (mx.float16, mx.bfloat16):
+        raise ValueError(f"this product takes float16 and bfloat16, not {case.dtype}")
+    if inputs % 8 or outputs % 16 or not 1 <= rows <= _LINEAR_ROWS:
+        raise ValueError(f"this product takes up to {_LINEAR_ROWS} rows, inputs by 8 and outputs by 16")
+    dynamic = shared_memory - _LINEAR_WARPS * _LINEAR_ROWS * (2 * 17 + 1) * 4
+    if _LINEAR_WARPS * _LINEAR_STAGES * 4096 + rows * (inputs + 32) * 2 > dynamic:
+        raise ValueError(f"{rows} rows of {inputs} values do not fit shared memory")
+    optional = tuple(name for name, on in (("gain", case.norm), ("bias", case.bias), ("add", case.add)) if on)
+    gain, bias, add = (name if name in optional else "nullptr" for name in ("gain", "bias", "add"))
+    return _spec(
+        "linear",
+        ("schedule", "tile", "linear"),
+        "using Step = pagefork::Linear<T, ROWS, WARPS, STAGES, GLU>;\n"
+        "__shared__ Step::Shared shared;\n"
+        "extern __shared__ __align__(128) unsigned char stages[];\n"
+        "int warp = threadIdx.x / 32, lane = threadIdx.x % 32;\n"
+        f"Step step{{x, weights, {gain}, {bias}, {add}, y, x_shape[0], x_shape[1], weights_shape[0], shared, stages, "
+        "warp, lane};\n"
+        "step.run(params[0]);",
+        ("x", "weights", "params", *optional),
+        (Output("y", (rows, outputs // 2 if case.glu else outputs), case.dtype),),
+        (
+            ("T", case.dtype),
+            ("ROWS", _LINEAR_ROWS),
+            ("WARPS", _LINEAR_WARPS),
+            ("STAGES", _LINEAR_STAGES),
+            ("GLU", case.glu),
+        ),
+        blocks=min(cores, outputs // 16),
+        threads=(_LINEAR_WARPS + 1) * 32,
+        shared_memory=dynamic,
+    )
 
 
 def _check(dtype: mx.Dtype, head_dim: int, block_size: int) -> None:

@@ -21,7 +21,7 @@ import mlx.core as mx
 from pagefork.kernels import cuda, metal, reference
 from pagefork.kernels.device import Device, device
 from pagefork.kernels.launch import Launch
-from pagefork.kernels.spec import Attention, Case, Pools, Rope, Rotation, Variant, pools_of
+from pagefork.kernels.spec import Attention, Case, Linear, Pools, Rope, Rotation, Variant, pools_of
 
 _LENGTH_STEP = 256
 """Bounds of lengths are rounded up to this, so that a growing sequence finds its launches in the cache."""
@@ -193,6 +193,36 @@ def prefill_attention(
     )
 
 
+def linear(
+    x: mx.array,
+    weights: mx.array,
+    *,
+    gain: mx.array | None = None,
+    eps: float = 0.0,
+    bias: mx.array | None = None,
+    glu: bool = False,
+    add: mx.array | None = None,
+    backend: str | None = None,
+) -> mx.array:
+    """A product of few rows with what stands around it in a layer: `reference.linear` says what, and the shapes.
+
+    On CUDA one launch where `can_multiply`, that reads the weights once and about as fast as memory gives them; MLX's
+    own operations elsewhere.
+    """
+    case = Linear(x.dtype, gain is not None, bias is not None, glu, add is not None)
+    target, (rows, inputs) = _target(backend, case), x.shape
+    launch = _linear_launch(target, case, rows, inputs, weights.shape[0])
+    if launch is None:
+        return reference.linear(x, weights, gain=gain, eps=eps, bias=bias, glu=glu, add=add)
+    arrays = {"x": x, "weights": weights, "gain": gain, "bias": bias, "add": add, "params": _params(eps, 0.0, 0.0)}
+    return launch({name: array for name, array in arrays.items() if array is not None})["y"]
+
+
+def can_multiply(dtype: mx.Dtype, rows: int, inputs: int, outputs: int) -> bool:
+    """Whether `linear` is one launch on this device for so many rows of weights `[outputs, inputs]`."""
+    return _linear_launch(device(), Linear(dtype), rows, inputs, outputs) is not None
+
+
 def in_place(cases: Sequence[Case]) -> bool:
     """Whether every write and read of these cases is fused, so that steps may be in flight together.
 
@@ -202,7 +232,7 @@ def in_place(cases: Sequence[Case]) -> bool:
     if device().backend == "reference":
         return False
     attentions = [case for case in cases if isinstance(case, Attention)]
-    return not _fallbacks.intersection([*attentions, *map(pools_of, cases)])
+    return not _fallbacks.intersection([*attentions, *pools_of(cases)])
 
 
 def can_rotate(rotation: Rotation) -> bool:
@@ -259,6 +289,19 @@ def _decode_launches(target: Device, case: Attention, rows: int, width: int, bou
             shared_memory=target.shared_memory,
         )
     return tuple(Launch(target.backend, spec) for spec in specs)
+
+
+@lru_cache(maxsize=4096)
+def _linear_launch(target: Device, case: Linear, rows: int, inputs: int, outputs: int) -> Launch | None:
+    """None where there is no kernel for it: on Metal MLX's own are used."""
+    if target.backend != "cuda":
+        return None
+    sizes = {"rows": rows, "inputs": inputs, "outputs": outputs}
+    try:
+        spec = cuda.linear_spec(case, **sizes, cores=target.cores, shared_memory=target.shared_memory)
+    except ValueError:
+        return None
+    return Launch("cuda", spec)
 
 
 @lru_cache(maxsize=256)

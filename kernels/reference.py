@@ -231,6 +231,34 @@ def prefill_attention(
     return out.reshape(heads, n, head_dim).transpose(1, 0, 2)
 
 
+def linear(
+    x: mx.array,
+    weights: mx.array,
+    *,
+    gain: mx.array | None = None,
+    eps: float = 0.0,
+    bias: mx.array | None = None,
+    glu: bool = False,
+    add: mx.array | None = None,
+) -> mx.array:
+    """`x` `[rows, inputs]` times `weights` `[outputs, inputs]`, and what stands around that in a layer.
+
+    `gain` `[inputs]`: `x` is first divided by its root mean square, with `eps` added to the mean, and multiplied by it.
+    `bias`: `[outputs]`. `glu`: silu of the first half of the outputs times the second half comes out. `add`: of the
+    shape of what comes out, and added to it. All are of one dtype. Returns `[rows, outputs]`, with `glu` half as wide.
+    Sources: RMSNorm (Zhang & Sennrich 2019), SwiGLU (Shazeer 2020).
+    """
+    if gain is not None:
+        x = mx.fast.rms_norm(x, gain, eps)
+    y = x @ weights.T
+    if bias is not None:
+        y = y + bias
+    if glu:
+        gate, up = mx.split(y, 2, axis=-1)
+        y = gate * mx.sigmoid(gate) * up
+    return y if add is None else add + y
+
+
 def _softmax_attention(
     q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array | str, sinks: mx.array | None
 ) -> mx.array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -78,14 +79,27 @@ class Pools:
     block_size: int
 
 
-Case: TypeAlias = Attention | Rotation
+@dataclass(frozen=True)
+class Linear:
+    """What is compiled into a product of few rows: what is done before and after it, see `linear`."""
+
+    dtype: mx.Dtype
+    norm: bool = False
+    bias: bool = False
+    glu: bool = False
+    add: bool = False
+
+
+Case: TypeAlias = Attention | Rotation | Linear
 """What a model asks of the kernels; the writes follow from it."""
 
 Variant: TypeAlias = Case | Pools
 
 
-def pools_of(case: Case) -> Pools:
-    return Pools(case.dtype, case.kv_heads, case.head_dim, case.block_size)
+def pools_of(cases: Iterable[Case]) -> list[Pools]:
+    """The pools that cases read or write, each once."""
+    using = (case for case in cases if not isinstance(case, Linear))
+    return list(dict.fromkeys(Pools(case.dtype, case.kv_heads, case.head_dim, case.block_size) for case in using))
 
 
 @dataclass(frozen=True)

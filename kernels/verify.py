@@ -12,7 +12,7 @@ import structlog
 
 from pagefork.kernels import dispatch, reference
 from pagefork.kernels.device import device
-from pagefork.kernels.spec import Attention, Case, Pools, Rope, Rotation, Variant, pools_of
+from pagefork.kernels.spec import Attention, Case, Linear, Pools, Rope, Rotation, Variant, pools_of
 
 _WINDOW, _SOFTCAP = 100, 15.0
 _ROW_COUNTS = (1, 9)  # Metal compiles inputs of fewer than 8 elements otherwise
@@ -84,11 +84,14 @@ def default_cases() -> list[Case]:
         Rotation(mx.float32, 9, 3, 64, 16, dims=64, traditional=True),
         Rotation(mx.float16, 16, 2, 80, 32, dims=32, freqs=True),
         Rotation(mx.bfloat16, 14, 2, 96, 16, dims=24, traditional=True),
+        Linear(mx.bfloat16, norm=True, glu=True),
+        Linear(mx.bfloat16, norm=True, bias=True),
+        Linear(mx.float16, add=True),
     ]
 
 
 def _check(cases: Sequence[Case], progress: Callable[[int, int, str], None] | None) -> Iterator[Result]:
-    variants: list[Variant] = [*dict.fromkeys(map(pools_of, cases)), *cases]
+    variants: list[Variant] = [*pools_of(cases), *cases]
     found = device()
     for done, variant in enumerate(variants):
         if progress is not None:
@@ -123,7 +126,12 @@ def _refuse(result: Result, strict: bool) -> None:
 
 def describe(variant: Variant) -> str:
     """A variant in words, for logs and tables."""
-    dtype, size = str(variant.dtype).rpartition(".")[2], f"head_dim={variant.head_dim} block={variant.block_size}"
+    dtype = str(variant.dtype).rpartition(".")[2]
+    if isinstance(variant, Linear):
+        return " ".join(
+            ["product", dtype, *(name for name in ("norm", "bias", "glu", "add") if getattr(variant, name))]
+        )
+    size = f"head_dim={variant.head_dim} block={variant.block_size}"
     if isinstance(variant, Pools):
         return f"write {dtype} kv_heads={variant.kv_heads} {size}"
     kind = f"rotate {variant.dims} and write" if isinstance(variant, Rotation) else "decode"
@@ -137,6 +145,8 @@ def _error(variant: Variant) -> float:
         return _attention_error(variant)
     if isinstance(variant, Rotation):
         return max(_one_rotation_error(variant, rows) for rows in _ROW_COUNTS)
+    if isinstance(variant, Linear):
+        return max(_one_product_error(variant, rows) for rows in (1, 3))
     return max(_one_write_error(variant, rows, copies) for rows in _ROW_COUNTS for copies in (0, 1, 3))
 
 
@@ -235,3 +245,22 @@ def _one_rotation_error(rotation: Rotation, rows: int) -> float:
 
     found, expected = turn(dispatch.rope_and_write, rotation.dtype), turn(reference.rope_and_write, mx.float32)
     return max(map(_difference, found, expected))
+
+
+def _one_product_error(case: Linear, rows: int) -> float:
+    """The last chunk of the inputs is not whole, and the tiles do not divide among the blocks."""
+    rng = np.random.default_rng(rows)
+    inputs, outputs = 1096, 48
+    out = outputs // 2 if case.glu else outputs
+    shapes: dict[str, tuple[int, ...]] = {"x": (rows, inputs), "weights": (outputs, inputs)}
+    shapes |= {"gain": (inputs,)} if case.norm else {}
+    shapes |= {"bias": (outputs,)} if case.bias else {}
+    shapes |= {"add": (rows, out)} if case.add else {}
+    arrays = {name: mx.array(rng.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()}
+    arrays["weights"] = arrays["weights"] * inputs**-0.5
+
+    def multiply(function: Callable[..., mx.array], dtype: mx.Dtype) -> mx.array:
+        given = {name: array.astype(case.dtype).astype(dtype) for name, array in arrays.items()}
+        return function(**given, eps=1e-5, glu=case.glu)
+
+    return _difference(multiply(dispatch.linear, case.dtype), multiply(reference.linear, mx.float32))

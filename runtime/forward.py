@@ -143,7 +143,7 @@ def build(source: Source, blocks: Blocks, block_size: int, progress: Progress | 
 
 def _prepare_kernels(model: Model, block_size: int, progress: Progress | None, strict: bool) -> int:
     """Compile and self-test every variant that the model needs; returns how many steps may be in flight."""
-    cases: list[kernels.Attention | kernels.Rotation] = []
+    cases: list[kernels.Attention | kernels.Rotation | kernels.Linear] = []
     ropes: list[kernels.Rope | None] = []
     for spec, rope in zip(model.layers, model.rotations, strict=True):
         shape = (model.dtype, spec.heads, spec.kv_heads, spec.head_dim, block_size)
@@ -157,7 +157,7 @@ def _prepare_kernels(model: Model, block_size: int, progress: Progress | None, s
                 rope = None
         ropes.append(rope)
     model.take_rotations(tuple(ropes))
-    cases = list(dict.fromkeys(cases))
+    cases = [*dict.fromkeys(cases), *model.products]
     if mx.default_device().type == mx.DeviceType.gpu:
         tell = progress or (lambda stage, fraction: None)
         try:

@@ -45,12 +45,12 @@ class Joint:
         first: Any = parts[names[0]]
         sizes = list(accumulate(part.weight.shape[0] for part in parts.values()))
         self._splits = sizes[:-1]
-        self._whole = _like(first)
+        self.whole = _like(first)
         self._views: dict[str, Any] = {}
         for name in _parameters(first):
-            self._whole[name] = mx.concatenate([part[name] for part in parts.values()])
-            self._views[name] = mx.split(self._whole[name], self._splits)
-            mx.eval(self._whole[name], self._views[name])
+            self.whole[name] = mx.concatenate([part[name] for part in parts.values()])
+            self._views[name] = mx.split(self.whole[name], self._splits)
+            mx.eval(self.whole[name], self._views[name])
             for part, view in zip(parts.values(), self._views[name], strict=True):
                 part[name] = view
         for place, part in enumerate(parts.values()):
@@ -71,7 +71,7 @@ class Joint:
             step.projected.pop(self, None)
             if not self.intact():
                 return None
-            whole = self._whole(x)
+            whole = self.whole(x)
             outputs: Any = mx.split(whole, self._splits, axis=-1)
             step.projected[self] = x, outputs, whole
         given, parts, whole = step.projected.get(self, (None, [], x))
@@ -134,7 +134,9 @@ def rotations(model: Model) -> tuple[Rope | None, ...]:
                 found[layer] = joint.rope, [_same(*pair) for pair in zip((q, k, v), expected, strict=True)]
         return q
 
-    mx.eval(model(mx.arange(positions.size) % model.vocab_size, positions, attend))
+    model(mx.arange(positions.size) % model.vocab_size, positions, attend)
+    # Nothing else is evaluated: a model that looks positions up in a table may have none for the longest.
+    mx.eval([entry[1] for entry in found if entry is not None])
     return tuple(entry[0] if entry is not None and all(map(bool, entry[1])) else None for entry in found)
 
 

@@ -1,9 +1,9 @@
 """Loads a model, finds out how its layers attend, and runs it with attention of the caller's choice.
 
-Nothing but this file and its parts (`joint`, `layers`, `rewrites`, `routing`, `selfcheck`) knows mlx-lm. What a layer
-looks like (heads, dims, scale, window, sinks) is read from what it passes to the attention call while the model runs
-lazily, never from a configuration. A model whose attention cannot be routed, or whose logits come out different when it
-is, is refused with `UnsupportedModel`.
+Nothing but this file and its parts (`joint`, `layers`, `plain`, `rewrites`, `routing`, `selfcheck`) knows mlx-lm. What
+a layer looks like (heads, dims, scale, window, sinks) is read from what it passes to the attention call while the model
+runs lazily, never from a configuration. A model whose attention cannot be routed, or whose logits come out different
+when it is, is refused with `UnsupportedModel`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,26 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import dequantize_model
 from mlx_lm.utils import load as load_mlx_lm
 
+from pagefork import kernels
 from pagefork.kernels import Rope
-from pagefork.runtime import fetch, gguf
+from pagefork.runtime import fetch, gguf, plain
 from pagefork.runtime.errors import InvalidRequest, ModelUnavailable, UnsupportedModel
 from pagefork.runtime.joint import join, rotations
 from pagefork.runtime.layers import LayerSpec, attempt, brief, layer_spec, trunks
 from pagefork.runtime.log import log
 from pagefork.runtime.rewrites import REWRITES
-from pagefork.runtime.routing import Attend, AttendWhole, LayerCache, Patch, Probe, Step, refuse, run, take_rows
+from pagefork.runtime.routing import (
+    Attend,
+    AttendWhole,
+    LayerCache,
+    Patch,
+    Probe,
+    Step,
+    Trials,
+    refuse,
+    run,
+    take_rows,
+)
 from pagefork.runtime.selfcheck import check
 from pagefork.runtime.tokenizer import Tokenizer, adapt
 
@@ -56,6 +68,8 @@ class Model:
     """Layers that attend to a copy of their keys in another dtype; such keys are kept as they were stored."""
     rotations: tuple[Rope | None, ...]
     """Of the layers that do no more than rotate what their joint projection put out."""
+    products: list[kernels.Linear]
+    """Those that plain layers take in steps of few rows."""
 
     def __init__(
         self,
@@ -88,6 +102,8 @@ class Model:
             self._rows_inside = self._skip_rows()
             check(self)
             self.take_rotations(rotations(self))
+            plain.offer(module, self.dtype, self._patch)
+            self.products = plain.find(self)
         except BaseException:
             self.restore()
             raise
@@ -99,6 +115,7 @@ class Model:
         attend: Attend,
         rows: mx.array | None = None,
         attend_whole: AttendWhole | None = None,
+        trials: Trials | None = None,
     ) -> mx.array:
         """Run one step over the tokens of any number of sequences, flattened.
 
@@ -106,11 +123,13 @@ class Model:
         `[T, heads, head_dim]`, k and v `[T, kv_heads, head_dim]` and sinks `[heads]` or None, and returns q's shape; it
         stores k and v before it attends. `rows`: int32 `[R]`, the rows whose logits are wanted, or None for all.
         `attend_whole` is called instead, where it is given, by the layers that have a rotation in `rotations`.
+        `trials`: takes what layers that may be plain make of their input, see `plain.find`.
         Returns logits `[R, vocab_size]` in the model's own dtype, lazily.
         """
         step = self._step
         with run(step):
             step.positions, step.attend, step.rows, step.attend_whole = positions, attend, rows, attend_whole
+            step.trials = trials
             logits: mx.array = self.module(tokens[:, None], cache=self._caches)
             if len(step.stored) != len(self.layers):
                 refuse(f"{len(step.stored)} of its {len(self.layers)} layers stored keys and values")

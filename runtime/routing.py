@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -52,7 +52,7 @@ class Mask:
 class Step:
     """What the layer caches of one forward pass share."""
 
-    __slots__ = ("attend", "attend_whole", "positions", "projected", "rows", "stored", "whole")
+    __slots__ = ("attend", "attend_whole", "positions", "projected", "rows", "stored", "trials", "whole")
 
     def __init__(self) -> None:
         self.positions: mx.array | int = 0
@@ -64,6 +64,7 @@ class Step:
         """What joint projections made of which input: their parts, and the whole."""
         self.whole: tuple[Joint, mx.array] | None = None
         """The queries, keys and values that the next attention comes from."""
+        self.trials: Trials | None = None
 
     def clear(self) -> None:
         """Forget the forward pass."""
@@ -75,6 +76,18 @@ class Step:
             if stored[0] is keys:
                 return cache
         return refuse("a layer without a cache attends to keys that no other layer has stored")
+
+
+class Trial(NamedTuple):
+    """A layer that may be plain: what went in, what came out, and what `plain.multiply` made of it."""
+
+    layer: nn.Module
+    x: mx.array
+    out: mx.array
+    multiplied: mx.array
+
+
+Trials = dict["LayerCache", Trial]
 
 
 class LayerCache:
@@ -90,6 +103,8 @@ class LayerCache:
         """Whether the layer attends to a copy, in another dtype, of the keys that it stores."""
         self.rope: Rope | None = None
         """The rotation where it is all that happens between the joint projection and attention."""
+        self.plain = False
+        """Whether the layer is no more than what `plain.multiply` computes."""
 
     @property
     def offset(self) -> mx.array | int:

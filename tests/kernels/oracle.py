@@ -142,3 +142,23 @@ def error(found: mx.array, expected: np.ndarray) -> float:
     if not np.isfinite(values).all():
         return math.inf
     return float(np.abs(values - expected).max() / max(np.abs(expected).max(), 1e-6))
+
+
+def multiply(
+    x: np.ndarray,
+    weights: np.ndarray,
+    *,
+    gain: np.ndarray | None = None,
+    eps: float = 0.0,
+    bias: np.ndarray | None = None,
+    glu: bool = False,
+    add: np.ndarray | None = None,
+) -> np.ndarray:
+    """`x` `[rows, inputs]`, normed where there is a gain, times `weights` `[outputs, inputs]`, and what follows."""
+    if gain is not None:
+        x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * gain
+    y = x @ weights.T + (0.0 if bias is None else bias)
+    if glu:
+        gate, up = np.split(y, 2, axis=-1)
+        y = gate / (1 + np.exp(-gate)) * up
+    return y if add is None else y + add

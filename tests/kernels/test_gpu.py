@@ -8,10 +8,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pagefork.kernels import Rope, paged_attention, prefill_attention, rope_and_write, selftest, write_kv
+from pagefork.kernels import (
+    Rope,
+    can_multiply,
+    linear,
+    paged_attention,
+    prefill_attention,
+    rope_and_write,
+    selftest,
+    write_kv,
+)
 from pagefork.kernels.device import device
 
-from .oracle import attend, error, random_case, rotate, to_numpy
+from .oracle import attend, error, multiply, random_case, rotate, to_numpy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -304,3 +313,44 @@ def test_pipelined_rotations_stay_between_the_reads_around_them() -> None:
     found, expected = outputs(device().backend, False), outputs("reference", True)
     for one, other in zip(found, expected, strict=True):
         assert error(one, to_numpy(other)) <= 2 * TOLERANCE[mx.bfloat16]  # either is rounded
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="on Metal MLX's own products are used")
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 16), (576, 1536), (1096, 48), (4096, 2176), (14336, 272)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_products_of_few_rows(dtype: mx.Dtype, inputs: int, outputs: int, rows: int) -> None:
+    assert can_multiply(dtype, rows, inputs, outputs)
+    rng = np.random.default_rng(inputs + rows)
+
+    def random(*shape: int, scale: float = 1.0) -> mx.array:
+        return mx.array((rng.standard_normal(shape) * scale).astype(np.float32)).astype(dtype)
+
+    x, weights = random(rows, inputs), random(outputs, inputs, scale=inputs**-0.5)
+    gain, bias, add, half = random(inputs), random(outputs), random(rows, outputs), random(rows, outputs // 2)
+    for options in (
+        {},
+        {"gain": gain, "eps": 1e-5},
+        {"bias": bias},
+        {"add": add},
+        {"gain": gain, "eps": 0.5, "glu": True},
+        {"gain": gain, "eps": 1e-5, "bias": bias, "glu": True, "add": half},
+    ):
+        found = linear(x, weights, **options, backend="cuda")
+        wide = {name: to_numpy(value) if isinstance(value, mx.array) else value for name, value in options.items()}
+        assert error(found, multiply(to_numpy(x), to_numpy(weights), **wide)) <= TOLERANCE[dtype]
+        assert mx.array_equal(found, linear(x, weights, **options, backend="cuda"))
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="on Metal MLX's own products are used")
+def test_other_products_are_those_of_mlx() -> None:
+    for dtype, rows, inputs, outputs in (
+        (mx.float32, 1, 64, 64),
+        (mx.bfloat16, 5, 64, 64),
+        (mx.bfloat16, 1, 60, 64),
+        (mx.bfloat16, 1, 64, 40),
+        (mx.bfloat16, 4, 28672, 64),
+    ):
+        assert not can_multiply(dtype, rows, inputs, outputs)
+        x, weights = mx.random.normal((rows, inputs)).astype(dtype), mx.random.normal((outputs, inputs)).astype(dtype)
+        assert error(linear(x, weights), to_numpy(x) @ to_numpy(weights).T) <= TOLERANCE[mx.bfloat16]

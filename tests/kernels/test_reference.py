@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagefork.kernels import Rope, paged_attention, prefill_attention, rope_and_write, write_kv
+from pagefork.kernels import Rope, linear, paged_attention, prefill_attention, rope_and_write, write_kv
 
-from .oracle import STRAY, attend, error, random_case, rotate, rounded, softmax, to_mlx, to_numpy
+from .oracle import STRAY, attend, error, multiply, random_case, rotate, rounded, softmax, to_mlx, to_numpy
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 
@@ -210,3 +210,13 @@ def test_the_table_of_an_empty_row_is_not_looked_at() -> None:
     tables, lengths = mx.array([[1], [10**6], [-(10**6)]]), mx.array([3, 0, 0])
     out = paged_attention(mx.ones((3, 2, 16)), k_pool, v_pool, tables, lengths, scale=0.25, backend="reference")
     assert mx.array_equal(out, mx.array([2.0, 0.0, 0.0])[:, None, None] * mx.ones((3, 2, 16)))
+
+
+@pytest.mark.parametrize("options", [{}, {"gain"}, {"bias"}, {"add"}, {"gain", "bias", "glu", "add"}], ids=str)
+def test_a_product_norms_before_and_gates_and_adds_after(options: set[str]) -> None:
+    rng = np.random.default_rng(0)
+    glu = "glu" in options
+    shapes = {"x": (3, 40), "weights": (32, 40), "gain": (40,), "bias": (32,), "add": (3, 16 if glu else 32)}
+    arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items() if name in {"x", "weights", *options}}
+    found = linear(**{name: to_mlx(array, mx.float32) for name, array in arrays.items()}, eps=0.1, glu=glu)
+    assert error(found, multiply(**arrays, eps=0.1, glu=glu)) <= 1e-5

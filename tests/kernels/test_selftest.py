@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 import structlog
 
-from pagefork.kernels import Attention, KernelMismatch, Rotation, dispatch, prepare, verify
+from pagefork.kernels import Attention, KernelMismatch, Linear, Rotation, dispatch, prepare, verify
 
 CASE = Attention(mx.float32, heads=4, kv_heads=2, head_dim=32, block_size=8, window=True, sinks=True, softcap=True)
 ROTATION = Rotation(mx.float32, heads=4, kv_heads=2, head_dim=32, block_size=8, dims=16)
@@ -77,6 +77,20 @@ def test_a_rotation_by_the_wrong_angle_is_noticed(broken_rotation) -> None:
         assert prepare([CASE, ROTATION]) == [verify.device().backend, "reference"]
     assert dispatch._fallbacks == {ROTATION}
     assert "rotate 16 and write float32 heads=4/2" in logs[0]["variant"]
+
+
+def test_a_product_without_its_gate_is_noticed(monkeypatch) -> None:
+    product = Linear(mx.float32, norm=True, glu=True)
+    assert prepare([product], strict=True) == [verify.device().backend]
+    right = dispatch.linear
+
+    def open_gate(x, weights, glu, **options):
+        return right(x, weights, **options)[:, : weights.shape[0] // 2]
+
+    monkeypatch.setattr(dispatch, "linear", open_gate)
+    with structlog.testing.capture_logs() as logs:
+        assert prepare([CASE, product]) == [verify.device().backend, "reference"]
+    assert dispatch._fallbacks == {product} and logs[0]["variant"] == "product float32 norm glu"
 
 
 def test_strict_raises(broken) -> None:

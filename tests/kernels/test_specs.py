@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from pagefork.kernels import cuda, metal
-from pagefork.kernels.spec import Attention, Rotation
+from pagefork.kernels.spec import Attention, Linear, Rotation
 
 BASE = Attention(mx.bfloat16, heads=16, kv_heads=4, head_dim=128, block_size=16)
 OTHERS = (
@@ -126,3 +126,28 @@ def test_what_the_kernels_do_not_take_is_refused(wrong: dict) -> None:
         cuda.decode_specs(replace(BASE, **wrong), **SIZES)
     with pytest.raises(ValueError, match="the CUDA kernels take"):
         cuda.rope_and_write_spec(replace(ROTATION, dims=64, **wrong), rows=1)
+
+
+def test_products_of_any_size_share_a_kernel() -> None:
+    sizes = {"cores": 132, "inputs": 4096, "outputs": 6144, "rows": 1}
+    kinds = [
+        Linear(mx.bfloat16),
+        Linear(mx.float16),
+        *(Linear(mx.bfloat16, **{o: True}) for o in ("norm", "glu", "add")),
+    ]
+    assert len({cuda.linear_spec(kind, **sizes).name for kind in kinds}) == len(kinds)
+    others = [{"rows": 4}, {"inputs": 14336}, {"outputs": 16}, {"cores": 60}]
+    assert len({cuda.linear_spec(kinds[0], **(sizes | other)).name for other in others}) == 1
+    wide, few = (cuda.linear_spec(kinds[3], **(sizes | {"outputs": n})) for n in (28672, 512))
+    assert wide.outputs[0].shape == (1, 14336) and wide.grid[0] == 132 * 288 and few.grid[0] == 32 * 288
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rows": 5}, {"rows": 0}, {"inputs": 4092}, {"outputs": 24}, {"inputs": 28672, "rows": 4}], ids=str
+)
+def test_a_product_that_does_not_suit_is_refused(wrong: dict) -> None:
+    sizes = {"cores": 132, "inputs": 4096, "outputs": 6144, "rows": 1}
+    with pytest.raises(ValueError, match=r"product takes|do not fit shared memory"):
+        cuda.linear_spec(Linear(mx.bfloat16), **(sizes | wrong))
+    with pytest.raises(ValueError, match="takes float16 and bfloat16"):
+        cuda.linear_spec(Linear(mx.float32), **sizes)

@@ -1,0 +1,195 @@
+// A few rows times a weight matrix: as fast as the weights can be read, and with what stands before and after a product
+// in a model's layer, so that it costs no launch of its own.
+//
+// A block takes tiles of 16 weight rows. Its warps share the inputs between them, chunk by chunk, and each copies its
+// own chunks of weights into shared memory some ahead. One more warp adds up what the others found in a tile, while
+// they go on with the next.
+
+namespace pagefork {
+
+template <typename T>
+__device__ __forceinline__ void multiply(float* sums, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                         unsigned b1);
+template <>
+__device__ __forceinline__ void multiply<__nv_bfloat16>(float* sums, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                                        unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void multiply<__half>(float* sums, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                                 unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// At most ROWS <= 8 rows. `gain`, `bias` and `add` may be null. GLU: silu(first half) * second half comes out.
+template <typename T, int ROWS, int WARPS, int STAGES, bool GLU>
+struct Linear {
+  static constexpr int CHUNK = 128;
+  static constexpr int LANES = CHUNK / 8;             // that copy one weight row's chunk
+  static constexpr int BYTES = TILE * CHUNK * 2;      // a chunk of all rows of a tile
+  static constexpr int WIDE = GLU ? TILE / 2 : TILE;  // outputs of a tile
+  static constexpr int PUTS = (WIDE * ROWS + 31) / 32;
+
+  struct Shared {
+    float sums[2][WARPS][ROWS][TILE + 1];
+    float squares[WARPS][ROWS];
+  };
+
+  const T* x;        // [rows, inputs]
+  const T* weights;  // [outputs, inputs]
+  const T* gain;     // [inputs]: inputs are divided by their root mean square and multiplied by this first
+  const T* bias;     // [outputs]
+  const T* add;      // as y
+  T* y;              // [rows, outputs], with GLU [rows, outputs / 2]
+  int rows, inputs, outputs;
+  Shared& shared;
+  unsigned char* stages;  // [WARPS, STAGES, BYTES], then [rows, pitch] inputs
+  int warp, lane;
+
+  __device__ __forceinline__ int tiles() const { return outputs / TILE; }
+  __device__ __forceinline__ int pitch() const { return inputs + 32; }  // two rows side by side meet all banks
+  __device__ __forceinline__ T* kept() const { return reinterpret_cast<T*>(stages + WARPS * STAGES * BYTES); }
+
+  // All warps, or those that multiply; each kind from its own place in the code.
+  static __device__ __forceinline__ void meet() { asm volatile("barrier.sync 0;" ::: "memory"); }
+  static __device__ __forceinline__ void meet_readers() {
+    asm volatile("barrier.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
+  }
+
+  // The chunk at (tile, chunk) into a stage, and on to the warp's next one; an empty group of copies after the last.
+  __device__ __forceinline__ void copy_next(int& tile, int& chunk, int stage) const {
+    if (tile < tiles()) {
+      int row = lane / LANES, vector = lane % LANES, column = chunk * CHUNK + vector * 8;
+      int bytes = column < inputs ? 16 : 0;
+      const T* from = weights + (long long)(tile * WIDE + row) * inputs + (bytes ? column : 0);
+      unsigned to = unsigned(__cvta_generic_to_shared(stages)) + (warp * STAGES + stage) * BYTES;
+#pragma unroll
+      for (int r = 0; r < TILE; r += 32 / LANES, from += 32 / LANES * inputs) {
+        if (GLU && r == TILE / 2) from += (long long)(outputs / 2 - TILE / 2) * inputs;
+        copy16(to + (r + row) * CHUNK * 2 + (vector ^ ((r + row) % 2 * 4)) * 16, from, bytes);
+      }
+      chunk += WARPS;
+      if (chunk * CHUNK >= inputs) chunk = warp, tile += gridDim.x;
+    }
+    commit_copies();
+  }
+
+  __device__ __forceinline__ void copy_inputs() const {
+    unsigned to = unsigned(__cvta_generic_to_shared(kept()));
+    for (int row = 0; row < rows; row++)
+      for (int at = threadIdx.x * 8; at < inputs; at += WARPS * 32 * 8)
+        copy16(to + (row * pitch() + at) * 2, x + row * inputs + at, 16);
+    commit_copies();
+  }
+
+  // As MLX does it: what is normed is rounded before it is multiplied by `gain`.
+  __device__ __forceinline__ void norm(float epsilon) const {
+    for (int row = 0; row < rows; row++) {
+      float sum = 0.0f;
+      for (int at = threadIdx.x * 2; at < inputs; at += WARPS * 32 * 2) {
+        float a = float(kept()[row * pitch() + at]), b = float(kept()[row * pitch() + at + 1]);
+        sum += a * a + b * b;
+      }
+      for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(FULL, sum, step);
+      if (lane == 0) shared.squares[warp][row] = sum;
+    }
+    meet_readers();
+    for (int row = 0; row < rows; row++) {
+      float sum = 0.0f;
+      for (int w = 0; w < WARPS; w++) sum += shared.squares[w][row];
+      float scale = rsqrtf(sum / float(inputs) + epsilon);
+      for (int at = threadIdx.x * 2; at < inputs; at += WARPS * 32 * 2) {
+        T* two = kept() + row * pitch() + at;
+        two[0] = T(float(T(float(two[0]) * scale)) * float(gain[at]));
+        two[1] = T(float(T(float(two[1]) * scale)) * float(gain[at + 1]));
+      }
+    }
+    meet_readers();
+  }
+
+  // Eight values side by side serve as two fragments: in which order the sum goes over the inputs does not matter.
+  __device__ __forceinline__ void compute(int chunk, int stage, float (&sums)[2][4]) const {
+    int row = lane / 4, part = lane % 4, column = chunk * CHUNK + part * 8;
+    const unsigned char* from = stages + (warp * STAGES + stage) * BYTES + row * CHUNK * 2;
+    wait_copies<STAGES - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < CHUNK / 32; i++) {
+      int at = ((i * 4 + part) ^ (row % 2 * 4)) * 16;
+      uint4 a = *reinterpret_cast<const uint4*>(from + at);
+      uint4 b = *reinterpret_cast<const uint4*>(from + 8 * CHUNK * 2 + at);
+      uint4 c = make_uint4(0, 0, 0, 0);
+      if (row < rows && column + i * 32 < inputs)
+        c = *reinterpret_cast<const uint4*>(kept() + row * pitch() + column + i * 32);
+      multiply<T>(sums[0], a.x, b.x, a.y, b.y, c.x, c.y);
+      multiply<T>(sums[1], a.z, b.z, a.w, b.w, c.z, c.w);
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void read(float epsilon) const {
+    int ahead = blockIdx.x, next = warp;
+    copy_inputs();
+    for (int i = 0; i < STAGES - 1; i++) copy_next(ahead, next, i);
+    wait_copies<STAGES - 1>();
+    meet_readers();
+    if (gain) norm(epsilon);
+    for (int tile = blockIdx.x, turn = 0, item = 0; tile < tiles(); tile += gridDim.x, turn ^= 1) {
+      float sums[2][4] = {};
+      for (int chunk = warp; chunk * CHUNK < inputs; chunk += WARPS, item++) {
+        copy_next(ahead, next, (item + STAGES - 1) % STAGES);
+        compute(chunk, item % STAGES, sums);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        int output = lane / 4 + i / 2 * 8, row = lane % 4 * 2 + i % 2;
+        if (row < ROWS) shared.sums[turn][warp][row][output] = sums[0][i] + sums[1][i];
+      }
+      meet();
+    }
+    wait_copies<0>();
+  }
+
+  __device__ __forceinline__ float total(int turn, int row, int output, int column) const {
+    float sum = bias ? float(bias[column]) : 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += shared.sums[turn][w][row][output];
+    return sum;
+  }
+
+  __device__ __forceinline__ void finish() const {
+    int width = tiles() * WIDE;
+    for (int tile = blockIdx.x, turn = 0; tile < tiles(); tile += gridDim.x, turn ^= 1) {
+      float added[PUTS];
+#pragma unroll
+      for (int i = 0; i < PUTS; i++) {
+        int at = lane + i * 32, row = at / WIDE;
+        added[i] = add && row < rows ? float(add[row * width + tile * WIDE + at % WIDE]) : 0.0f;
+      }
+      meet();
+#pragma unroll
+      for (int i = 0; i < PUTS; i++) {
+        int at = lane + i * 32, row = at / WIDE, output = at % WIDE, column = tile * WIDE + output;
+        if (row >= rows) continue;
+        float sum = total(turn, row, output, column);
+        if constexpr (GLU) sum = sum / (1.0f + __expf(-sum)) * total(turn, row, output + TILE / 2, width + column);
+        y[row * width + column] = T(sum + added[i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run(float epsilon) const {
+    if (warp < WARPS)
+      read(epsilon);
+    else
+      finish();
+  }
+};
+
+}  // namespace pagefork

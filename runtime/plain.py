@@ -1,0 +1,137 @@
+"""Layers that are attention and a gated MLP, each normed before and added to what went in: as four products.
+
+A step of few rows costs a GPU little more than to read the weights once and to start each kernel. So where
+`kernels.linear` is one launch, with the norm before it and the gate or the sum after it, such a layer is nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from pagefork import kernels
+from pagefork.kernels import Rope
+from pagefork.kernels.reference import rotate
+from pagefork.runtime.routing import LayerCache, Patch, Step, Trial, Trials, running
+
+if TYPE_CHECKING:
+    from pagefork.runtime.models import Model
+
+_TOKENS = 2  # of a trial
+
+
+def offer(module: nn.Module, dtype: mx.Dtype, patch: Patch) -> None:
+    """Have all layers that may be plain ask their cache whether they are."""
+    for layer in module.modules():
+        if _fused(layer, 1, dtype):
+            patch.swap(layer, compute)
+
+
+def find(model: Model) -> list[kernels.Linear]:
+    """Try the layers of a model out, tell their caches which are plain, and return the products that those take.
+
+    A layer that does more (scales what it adds, gates by another function) comes out different.
+    """
+    positions = mx.arange(_TOKENS)
+
+    def attend_whole(layer: int, qkv: mx.array, rope: Rope, sinks: mx.array | None) -> mx.array:
+        spec = model.layers[layer]
+        return rotate(qkv, positions, rope, spec.heads, spec.kv_heads, spec.head_dim)[0]
+
+    trials: Trials = {}
+    model(positions + 1, positions, lambda layer, q, k, v, sinks: q, None, attend_whole, trials)
+    alike = [_alike(trial.x, trial.out, trial.multiplied) for trial in trials.values()]
+    mx.eval(alike)
+    products: list[kernels.Linear] = []
+    for (cache, trial), same in zip(trials.items(), alike, strict=True):
+        cache.plain = bool(same) and not model.layers[cache.layer].sinks
+        if cache.plain:
+            products += _cases(trial.layer)
+    return list(dict.fromkeys(products))
+
+
+def compute(original: Callable[..., Any], layer: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+    """A `Patch.swap` call for layers: what is plain is multiplied, in a step of few rows."""
+    step = running()
+    cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, LayerCache)), None)
+    if step is None or cache is None or cache.rope is None or step.attend_whole is None:
+        return original(layer, x, *args, **kwargs)
+    if not (cache.plain or step.trials is not None) or not _fused(layer, x.shape[0], x.dtype):
+        return original(layer, x, *args, **kwargs)
+    if step.trials is None:
+        return multiply(layer, x, step, cache)
+    out = original(layer, x, *args, **kwargs)
+    if isinstance(out, mx.array):
+        step.trials[cache] = Trial(layer, x, out, multiply(layer, x, step, cache))
+    return out
+
+
+def multiply(layer: Any, x: mx.array, step: Step, cache: LayerCache) -> mx.array:
+    """A plain layer of `x` `[T, 1, hidden]`."""
+    assert step.attend_whole is not None and cache.rope is not None
+    of_qkv, of_output, of_gate, of_down = _linears(layer)
+    hidden = x.squeeze(1)
+    qkv = _product(of_qkv, hidden, norm=layer.input_layernorm)
+    step.stored[cache] = qkv, qkv
+    attended = step.attend_whole(cache.layer, qkv, cache.rope, None).reshape(x.shape[0], -1)
+    hidden = _product(of_output, attended, add=hidden)
+    gated = _product(of_gate, hidden, norm=layer.post_attention_layernorm, glu=True)
+    return _product(of_down, gated, add=hidden)[:, None]
+
+
+def _product(linear: Any, x: mx.array, norm: Any = None, **options: Any) -> mx.array:
+    if norm is not None:
+        options |= {"gain": norm.weight, "eps": norm.eps}
+    return kernels.linear(x, linear.weight, bias=linear.get("bias"), **options)
+
+
+def _looks_plain(layer: Any) -> bool:
+    """Whether it has the parts of a plain layer, with all projections that can be joint."""
+    attention, mlp = layer.get("self_attn"), layer.get("mlp")
+    if not isinstance(attention, nn.Module) or not isinstance(mlp, nn.Module):
+        return False
+    joints = [getattr(attention.get("q_proj"), "joint", None), getattr(mlp.get("gate_proj"), "joint", None)]
+    norms = [layer.get("input_layernorm"), layer.get("post_attention_layernorm")]
+    linears = [*(joint and joint.whole for joint in joints), attention.get("o_proj"), mlp.get("down_proj")]
+    return (
+        all(joint is not None and joint.intact() for joint in joints)
+        and all(type(norm) is nn.RMSNorm for norm in norms)
+        and all(type(linear) is nn.Linear for linear in linears)
+    )
+
+
+def _linears(layer: Any) -> tuple[Any, Any, Any, Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return attention.q_proj.joint.whole, attention.o_proj, mlp.gate_proj.joint.whole, mlp.down_proj
+
+
+def _cases(layer: Any) -> list[kernels.Linear]:
+    """Of `multiply`."""
+    around: list[dict[str, bool]] = [{"norm": True}, {"add": True}, {"norm": True, "glu": True}, {"add": True}]
+    pairs = zip(_linears(layer), around, strict=True)
+    return [kernels.Linear(linear.weight.dtype, bias="bias" in linear, **options) for linear, options in pairs]
+
+
+def _fused(layer: Any, rows: int, dtype: mx.Dtype) -> bool:
+    """Whether a layer looks plain, as it is now, and each of its products is one launch for so many rows."""
+    if not _looks_plain(layer):
+        return False
+    linears = _linears(layer)
+    gains = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
+    return all(array.dtype == dtype for array in (*gains, *(a for linear in linears for a in linear.values()))) and all(
+        kernels.can_multiply(dtype, rows, linear.weight.shape[1], linear.weight.shape[0]) for linear in linears
+    )
+
+
+def _alike(x: mx.array, out: mx.array, multiplied: mx.array) -> mx.array:
+    """Whether two outputs of a layer differ by no more than how they were rounded."""
+    unit = mx.finfo(x.dtype).eps
+    x, out, multiplied = (array.astype(mx.float32) for array in (x, out, multiplied))
+    return _size(out - multiplied) <= 2 * unit * _size(out) + 8 * unit * _size(out - x)
+
+
+def _size(array: mx.array) -> mx.array:
+    return mx.sqrt(mx.mean(array * array))
