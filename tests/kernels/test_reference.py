@@ -212,11 +212,11 @@ def test_the_table_of_an_empty_row_is_not_looked_at() -> None:
     assert mx.array_equal(out, mx.array([2.0, 0.0, 0.0])[:, None, None] * mx.ones((3, 2, 16)))
 
 
-@pytest.mark.parametrize("options", [{}, {"gain"}, {"bias"}, {"add"}, {"gain", "bias", "glu", "add"}], ids=str)
-def test_a_product_norms_before_and_gates_and_adds_after(options: set[str]) -> None:
+@pytest.mark.parametrize("options", ["", "gain", "bias", "add", "gain bias glu add"])
+def test_a_product_norms_before_and_gates_and_adds_after(options: str) -> None:
     rng = np.random.default_rng(0)
     glu = "glu" in options
     shapes = {"x": (3, 40), "weights": (32, 40), "gain": (40,), "bias": (32,), "add": (3, 16 if glu else 32)}
-    arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items() if name in {"x", "weights", *options}}
+    arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items() if name in f"x weights {options}"}
     found = linear(**{name: to_mlx(array, mx.float32) for name, array in arrays.items()}, eps=0.1, glu=glu)
     assert error(found, multiply(**arrays, eps=0.1, glu=glu)) <= 1e-5
