@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from pagefork.runtime.errors import WorkerDied
 from pagefork.runtime.log import log
@@ -31,8 +32,7 @@ class Segment:
     table: Ints
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(Struct, frozen=True):
     """One forward pass over `[T]` flattened tokens: first `[D]` decode rows, then the prompt chunks.
 
     tokens, positions, slots: int32 `[T]`. feed: int32 `[D]`, the row among the previous step's sampled ids that
@@ -59,8 +59,7 @@ class StepPlan:
         return len(self.tokens) == len(self.lengths) == len(self.rows) and not len(self.copies)
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(Struct, frozen=True):
     """ids int32 and logprobs float32 `[R]`; top_ids and top_logprobs `[R, topk]`, best first, or None."""
 
     ids: Ints
@@ -116,13 +115,15 @@ class _Call:
 class EngineThread:
     """Runs an engine in a thread of its own. `post` brings messages back; it must be safe to call from there.
 
+    A step is one command, since a thread that sleeps is dear to wake: often dearer than what it is woken for.
+
     `build` makes the engine inside the thread, since MLX streams belong to the thread that made them.
     """
 
     def __init__(self, build: Callable[[], StepEngine], post: Callable[[Message], None]) -> None:
         self._build = build
         self._post = post
-        self._queue: queue.SimpleQueue[StepPlan | _Call | str] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[list[StepPlan], bool] | _Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="pagefork-engine", daemon=True)
 
     def start(self, ready: Callable[[Any, BaseException | None], None]) -> None:
@@ -130,12 +131,9 @@ class EngineThread:
         self._ready = ready
         self._thread.start()
 
-    def launch(self, plan: StepPlan) -> None:
-        self._queue.put(plan)
-
-    def collect(self) -> None:
-        """Post the StepDone of the oldest launched step as soon as it has retired."""
-        self._queue.put("collect")
+    def step(self, plans: list[StepPlan], collect: bool) -> None:
+        """Launch the plans. With `collect`, post the StepDone of the oldest launched step once it has retired."""
+        self._queue.put((plans, collect))
 
     def call(self, function: Callable[[StepEngine], Any], done: Callable[[Any, BaseException | None], None]) -> None:
         """Run `function(engine)` after what was put before; `done(value, error)` is called in the thread."""
@@ -143,7 +141,7 @@ class EngineThread:
 
     def stop(self) -> None:
         """Ask the thread to end after what was put before."""
-        self._queue.put("stop")
+        self._queue.put(None)
 
     def join(self, timeout: float) -> bool:
         """Whether the thread has ended within `timeout` seconds. Blocks: not for the event loop."""
@@ -176,25 +174,24 @@ class EngineThread:
             engine.close()
 
     def _serve(self, engine: StepEngine) -> None:
-        while True:
-            command = self._queue.get()
-            if command == "stop":
-                return
-            if command == "collect":
-                self._post(StepDone(engine.collect()))
-            elif isinstance(command, _Call):
+        while (command := self._queue.get()) is not None:
+            if isinstance(command, _Call):
                 try:
                     value = command.function(engine)
                 except Exception as error:
                     command.done(None, error)
                 else:
                     command.done(value, None)
-            elif isinstance(command, StepPlan):
-                engine.launch(command)
+                continue
+            plans, collect = command
+            for plan in plans:
+                engine.launch(plan)
+            if collect:
+                self._post(StepDone(engine.collect()))
 
     def _refuse_calls(self, error: BaseException) -> None:
         """After a failure every call fails, until the stop."""
         died = WorkerDied(f"the engine failed: {error!r}; leave this runtime and open another")
-        while (command := self._queue.get()) != "stop":
+        while (command := self._queue.get()) is not None:
             if isinstance(command, _Call):
                 command.done(None, died)

@@ -16,7 +16,7 @@ from pagefork.runtime.stream import Stream
 from pagefork.runtime.tokenizer import TextStream, Tokenizer
 
 
-class Step(Struct, frozen=True):
+class Step(Struct, frozen=True, gc=False):
     """One generated token.
 
     text: what it adds to the text; "" while a character is incomplete, for an end token, and without a tokenizer.
@@ -53,13 +53,9 @@ class Generation(AsyncIterator[Step]):
     async def __anext__(self) -> Step:
         """The next token. Raises InvalidRequest for an empty sequence, PoolExhausted, SequenceClosed, SequenceBusy,
         ContextOverflow, WorkerDied; after an error the generation is over."""
-        if self._closed:
-            raise StopAsyncIteration
         stream = self._stream
-        if self._starting is not None or (stream is not None and stream.waiting):
-            raise SequenceBusy("another task waits for the next token of this generation; let one task iterate")
-        if stream is None:
-            stream = await self._start()
+        if stream is None or stream.waiting or self._closed:
+            stream = await self._begin()
         while stream.read >= len(stream.tokens):
             if stream.done:
                 raise self._over(stream)
@@ -87,6 +83,14 @@ class Generation(AsyncIterator[Step]):
         # Collected in another thread, the sequence's next operation ends the generation instead.
         if threading.get_ident() == self._thread:
             self._leave()
+
+    async def _begin(self) -> Stream:
+        """The stream for the first token; after the last there is none, nor while another task waits for one."""
+        if self._closed:
+            raise StopAsyncIteration
+        if self._starting is not None or self._stream is not None:
+            raise SequenceBusy("another task waits for the next token of this generation; let one task iterate")
+        return await self._start()
 
     async def _start(self) -> Stream:
         stream: Stream | None = None

@@ -13,10 +13,10 @@ from pagefork.runtime.stream import Stream
 class Lanes:
     """Struct of arrays, index = lane.
 
-    position: the next position to be planned. limit: positions below it may be decoded. feed: row of the previous
-    step's sampled ids that is the lane's next token, or -1 when `next_token` holds it. flights: steps in flight that
-    name the lane. computed: positions below it hold K and V of steps that have retired. tables: int32
-    `[lanes, max_blocks]`.
+    position: the next position to be planned; positions below it hold K and V once no step in flight names the lane.
+    limit: positions below it may be decoded. named: the last step that named the lane; steps count from 1, in their
+    order, and those up to `retired` have retired. row: where among the ids that this step sampled the lane's next token
+    is, until the step retires: then `next_token` holds it. tables: int32 `[lanes, max_blocks]`.
     """
 
     def __init__(self, count: int, block_size: int) -> None:
@@ -25,11 +25,11 @@ class Lanes:
         self.tables = np.zeros((count, 8), dtype=np.int32)
         self.position = np.zeros(count, dtype=np.int32)
         self.limit = np.zeros(count, dtype=np.int32)
-        self.feed = np.full(count, -1, dtype=np.int32)
+        self.launched = self.retired = 0
+        self.named = np.zeros(count, dtype=np.int64)
+        self.row = np.zeros(count, dtype=np.int32)
         self.next_token = np.zeros(count, dtype=np.int32)
         self.running = np.zeros(count, dtype=np.bool_)
-        self.flights = np.zeros(count, dtype=np.int32)
-        self.computed = np.zeros(count, dtype=np.int32)
         self.key = np.zeros(count, dtype=np.uint64)
         self.temperature = np.zeros(count, dtype=np.float32)
         self.top_p = np.ones(count, dtype=np.float32)
@@ -45,12 +45,10 @@ class Lanes:
         """Give a job a lane; call only while `any_free`."""
         lane = self._free.pop()
         job = Job(lane, submit, stream)
-        self.position[lane] = self.computed[lane] = submit.start
+        self.position[lane] = submit.start
         self.lease(job, submit.limit)
-        self.feed[lane] = -1
         self.next_token[lane] = submit.tokens[-1]
         self.running[lane] = False
-        self.flights[lane] = 0
         self.set_table(lane, 0, submit.table)
         if submit.params is not None:
             params = submit.params
@@ -82,16 +80,20 @@ class Lanes:
 
     def ready(self) -> npt.NDArray[np.intp]:
         """Lanes that can decode a token now."""
-        return np.flatnonzero(self.running & (self.position < self.limit))
+        return (self.running & (self.position < self.limit)).nonzero()[0]
 
     def idle(self) -> npt.NDArray[np.intp]:
         """Lanes that can do nothing before their lease is extended."""
-        return np.flatnonzero(self.running & (self.flights == 0) & (self.position >= self.limit))
+        return (self.running & (self.named <= self.retired) & (self.position >= self.limit)).nonzero()[0]
+
+    def flying(self, lane: int) -> bool:
+        """Whether a step in flight names the lane."""
+        return bool(self.named[lane] > self.retired)
 
     def slots(self, lanes: npt.NDArray[np.intp], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The slot of each (lane, position); one lane serves for all positions."""
-        index, offset = np.divmod(positions, self._size)
-        slots: npt.NDArray[np.int32] = self.tables[lanes, index] * self._size + offset
+        index = positions // self._size
+        slots: npt.NDArray[np.int32] = (self.tables[lanes, index] - index) * self._size + positions
         return slots
 
     def width(self, length: int) -> int:

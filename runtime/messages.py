@@ -8,7 +8,7 @@ Sequence  -> Allocator  Reserve -> Granted | Yielded | Exhausted, Share -> None 
 Allocator -> Sequence   Preempt                                                     (urgent tell)
 Sequence  -> itself     Resume, Preempt, Renew                                      (urgent tell)
 Sequence  -> Worker     Submit (answers come in the job's Stream)                   (tell)
-                        Extend                                                      (urgent tell)
+                        Extend                                                      (tell, room or not)
                         Cancel -> None                                              (ask)
 Worker    -> Allocator  Copied                                                      (urgent tell)
 Engine    -> Worker     StepDone, StepFailed                                        (urgent tell, from its thread)

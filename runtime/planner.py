@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from pagefork.runtime.engine import Ints, Segment, StepPlan
 from pagefork.runtime.lanes import Job, Lanes
@@ -27,6 +28,7 @@ class Batch:
 
     def __init__(self, lanes: Lanes, ready: list[Job], singles: list[Job], chunks: list[Chunk]) -> None:
         decodes = ready + singles
+        self.ready = len(ready)
         self.chunks = chunks
         self.given = [(job, 1) for job in singles] + chunks
         self.sampled = decodes + [job for job, count in chunks if job.wants_logits and count == job.left]
@@ -34,14 +36,14 @@ class Batch:
         self.named_lanes = _lanes_of(decodes + [job for job, _ in chunks])
         self.sampled_lanes = _lanes_of(self.sampled)
         self.rows = np.arange(len(self.sampled), dtype=np.int32)
+        self.unfed = np.full(len(decodes), -1, dtype=np.int32)
         self.sampling = lanes.sampling(self.sampled_lanes)
         self.seeds = lanes.key[self.sampled_lanes]
         self.topk = max((job.submit.topk for job in self.sampled), default=0)
         self.name = self.decodes.tobytes()
 
 
-@dataclass(frozen=True)
-class Flight:
+class Flight(Struct, frozen=True):
     """A launched step: `stops`, where its `[named]` jobs now stand, and `ends`, where the tokens of the `[sampled]`
     rows go."""
 
@@ -82,11 +84,14 @@ class Planner:
         singles, chunks = self._take_prompts() if self._prompts else ([], [])
         if not len(ready) and not singles and not chunks:
             return None
-        batch = self._steady
-        if batch is None or singles or chunks or batch.name != ready.tobytes():
-            batch = Batch(self._lanes, [self._by_lane[lane] for lane in ready.tolist()], singles, chunks)
-            self._steady = None if batch.given else batch  # so no batch outlives a job's entry into its lane
-        return self._assemble(batch)
+        steady = self._steady
+        if steady is not None and not singles and not chunks and steady.name == ready.tobytes():
+            return self._assemble(steady)
+        batch = Batch(self._lanes, [self._by_lane[lane] for lane in ready.tolist()], singles, chunks)
+        self._steady = None if batch.given else batch  # so no batch outlives a job's entry into its lane
+        planned = self._assemble(batch)
+        self._lanes.row[batch.sampled_lanes] = batch.rows
+        return planned
 
     def _take_prompts(self) -> tuple[list[Job], list[Chunk]]:
         """Jobs of which one given token is left, which decode; and (job, tokens) of the chunks that fit this step."""
@@ -113,7 +118,7 @@ class Planner:
             tokens=lanes.next_token[decodes],
             positions=positions,
             slots=lanes.slots(decodes, positions),
-            feed=lanes.feed[decodes],
+            feed=self._feed(batch) if lanes.launched > lanes.retired else batch.unfed,
             tables=lanes.tables[decodes, : lanes.width(int(lengths.max()) if len(decodes) else 1)],
             lengths=lengths,
             segments=(),
@@ -126,9 +131,16 @@ class Planner:
         if batch.given:
             plan, flight = self._with_given(plan, flight)
         if not batch.sampling.greedy:
-            plan = replace(plan, sampling=replace(batch.sampling, keys=row_keys(batch.seeds, flight.ends)))
+            plan = replace(plan, sampling=batch.sampling.keyed(row_keys(batch.seeds, flight.ends)))
         self._depart(flight)
         return plan, flight
+
+    def _feed(self, batch: Batch) -> Ints:
+        """Where the decodes find their tokens among the ids of the step before; -1 for those that come with them."""
+        lanes, decodes = self._lanes, batch.decodes
+        feed = np.where(lanes.named[decodes] > lanes.retired, lanes.row[decodes], batch.unfed)
+        feed[batch.ready :] = -1
+        return feed
 
     def _with_given(self, plan: StepPlan, flight: Flight) -> tuple[StepPlan, Flight]:
         """The step of decodes, and beside it the rows of the prompt chunks and the copies of who is new."""
@@ -169,9 +181,9 @@ class Planner:
     def _depart(self, flight: Flight) -> None:
         """Count the flight in the lanes, so that the step after it can be planned before it has retired."""
         lanes, batch = self._lanes, flight.batch
-        lanes.flights[batch.named_lanes] += 1
+        lanes.launched += 1
+        lanes.named[batch.named_lanes] = lanes.launched
         lanes.position[batch.named_lanes] = flight.stops
-        lanes.feed[batch.sampled_lanes] = batch.rows
         for job, count in batch.given:
             job.planned += count
             job.copies = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import mlx.core as mx
@@ -29,6 +29,10 @@ class Sampling:
     def greedy(self) -> bool:
         """Every row takes its most likely token."""
         return not self.temperature.any()
+
+    def keyed(self, keys: npt.NDArray[np.uint32]) -> Sampling:
+        """The same with these keys."""
+        return replace(self, keys=keys)
 
 
 def mix(seed: int, salt: int) -> int:
@@ -66,14 +70,14 @@ def sample(logits: mx.array, total: mx.array, sampling: Sampling) -> mx.array:
 
     Gumbel-max (Gumbel 1954): every operation is row by row, so a row's token does not depend on its batch.
     """
-    greedy = mx.argmax(logits, axis=-1).astype(mx.int32)
+    greedy = mx.argmax(logits, axis=-1).view(mx.int32)
     if sampling.greedy:
         return greedy
     logprobs = logits - total
     kept = _filtered(logprobs, sampling)
     temperature = mx.array(sampling.temperature)[:, None]
     noise = mx.vmap(lambda key: mx.random.gumbel((logprobs.shape[-1],), key=key))(mx.array(sampling.keys))
-    drawn = mx.argmax(kept / mx.maximum(temperature, 1e-6) + noise, axis=-1).astype(mx.int32)
+    drawn = mx.argmax(kept / mx.maximum(temperature, 1e-6) + noise, axis=-1).view(mx.int32)
     return mx.where(temperature[:, 0] > 0, drawn, greedy)
 
 

@@ -338,7 +338,10 @@ class SequenceActor(Actor):
             return False
         limit = stop
         if job.params is not None:
-            limit = self._held.reach(max(stop, min(self.length + self._house.lease, job.end - 1)))
+            # Those that begin together have first leases of different lengths: not all of them renew at once, and those
+            # that do go on doing so, together.
+            lease = self._house.lease - self.owner % max(self._house.lease // 8, 1)
+            limit = self._held.reach(max(stop, min(self.length + lease, job.end - 1)))
         start = min(self._held.computed, stop - 1)
         try:
             copies = await self._reserve(limit, start, tokens, patience=0 if limit > stop else patience)
@@ -476,9 +479,9 @@ class SequenceActor(Actor):
         stream.renew_at = self._renewal(stream)[0] if limit < end - 1 else None
 
     def _renewal(self, stream: Stream) -> tuple[int, int]:
-        """At how many tokens read to renew the lease, which not all that began together do together; and its last."""
-        last, lease = stream.limit - len(self._tokens) + 1, self._house.lease
-        return max(last - (lease + 2) // 4 - self.owner % max(lease // 8, 1), 1), last
+        """At how many tokens read to renew the lease; and its last."""
+        last = stream.limit - len(self._tokens) + 1
+        return max(last - min((self._house.lease + 2) // 4, 8), 1), last
 
     # Blocks
 

@@ -67,8 +67,32 @@ class Worker(Actor):
         await self._drain()
         self._advance()
 
+    def post(self, message: Message) -> None:
+        """Send without waiting. A step's tokens are handed out as it comes in: their readers have had their turn when
+        the task has its own and plans the next step, which saves a pass of the event loop."""
+        if isinstance(message, StepDone) and self.dead is None:
+            try:
+                self._retire(message.result)
+            except Exception as error:
+                message = StepFailed(error)
+        super().post(message)
+
+    def urge(self, envelope: Envelope) -> None:
+        """An Extend must not overtake the Submit of its job, so it goes to the other lane, where it needs no room.
+
+        It wakes nobody while no step can be planned: it is in time for the next one.
+        """
+        if not isinstance(envelope.message, Extend):
+            super().urge(envelope)
+            return
+        self._normal.append(envelope)
+        if len(self._flights) < self._depth:
+            self._mail.set()
+
     async def serve(self, envelope: Envelope) -> None:
         match envelope.message:
+            case StepDone():
+                pass
             case Submit() as submit:
                 self._changing = True
                 self._waiting[submit.owner] = (submit, envelope.reply)
@@ -76,8 +100,6 @@ class Worker(Actor):
                 self._cancel(owner, None if pause else "cancelled", envelope.reply)
             case Extend(owner=owner, first=first, ids=ids, limit=limit):
                 self._extend(owner, first, ids, limit)
-            case StepDone(result=result):
-                self._retire(result)
             case StepFailed(error=error):
                 raise error
             case _:
@@ -116,32 +138,30 @@ class Worker(Actor):
             owner = next(iter(self._waiting))
             self._jobs[owner] = job = self._lanes.open(*self._waiting.pop(owner))
             self._planner.add(job)
+        plans = []
         while len(self._flights) < self._depth and (planned := self._planner.next()) is not None:
             plan, flight = planned
-            self._engine.launch(plan)
+            plans.append(plan)
             self._flights.append(flight)
             self.steps += 1
             self.prompt_tokens += len(plan.tokens) - len(plan.lengths)
-        if self._flights and not self._collecting:
+        collect = bool(self._flights) and not self._collecting
+        if plans or collect:
             self._collecting = True
-            self._engine.collect()
+            self._engine.step(plans, collect)
 
     def _retire(self, result: StepResult) -> None:
         """The oldest step is done: hand out its tokens, and free the lanes that nothing names any more."""
         self._collecting = False
         flight = self._flights.popleft()
         lanes, batch = self._lanes, flight.batch
-        lanes.flights[batch.named_lanes] -= 1
-        lanes.computed[batch.named_lanes] = flight.stops
-        latest = lanes.position[batch.sampled_lanes] == flight.ends  # no step in flight has gone on from here
-        newest = batch.sampled_lanes[latest]
-        lanes.feed[newest] = -1
-        lanes.next_token[newest] = result.ids[latest]
+        lanes.retired += 1
+        lanes.next_token[batch.sampled_lanes] = result.ids
         for owner in flight.copied:
             self._copied(Copied(owner))
         self._hand_out(batch.sampled, result, flight.ends.tolist())
         for job, _ in batch.chunks:
-            if not job.wants_logits and not job.left and not lanes.flights[job.lane]:
+            if not job.wants_logits and not job.left and not lanes.flying(job.lane):
                 self._end(job, "done")
         for job in list(self._ending.values()):
             self._close_if_landed(job)
@@ -220,9 +240,9 @@ class Worker(Actor):
     def _close_if_landed(self, job: Job) -> None:
         """Free the lane of a job that is over, unless a step in flight names it."""
         owner = job.submit.owner
-        if self._lanes.flights[job.lane]:
+        if self._lanes.flying(job.lane):
             return
-        self._settle(job.submit, job.stream, int(self._lanes.computed[job.lane]), bool(job.copies))
+        self._settle(job.submit, job.stream, int(self._lanes.position[job.lane]), bool(job.copies))
         self._lanes.close(job.lane)
         del self._jobs[owner], self._ending[owner]
         reply = self._cancels.pop(owner, None)

@@ -217,11 +217,10 @@ class InlineThread:
         self._engine = self._build()
         ready(self._engine.facts, None)
 
-    def launch(self, plan: StepPlan) -> None:
-        self._try(lambda: self._engine.launch(plan))
-
-    def collect(self) -> None:
-        if self._error is None and (result := self._try(self._engine.collect)) is not None:
+    def step(self, plans: list[StepPlan], collect: bool) -> None:
+        for plan in plans:
+            self._try(lambda plan=plan: self._engine.launch(plan))
+        if collect and self._error is None and (result := self._try(self._engine.collect)) is not None:
             self._post(StepDone(result))
 
     def call(self, function: Callable[[StepEngine], Any], done: Callable[[Any, BaseException | None], None]) -> None:

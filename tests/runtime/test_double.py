@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import anyio
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from pagefork.runtime import SamplingParams
 

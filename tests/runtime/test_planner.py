@@ -55,11 +55,9 @@ class Bench:
 
     def retire(self, ids: list[int]) -> None:
         flight = self.flights.popleft()
-        lanes, batch = self.lanes, flight.batch
-        lanes.flights[batch.named_lanes] -= 1
-        latest = lanes.position[batch.sampled_lanes] == flight.ends
-        lanes.feed[batch.sampled_lanes[latest]] = -1
-        lanes.next_token[batch.sampled_lanes[latest]] = np.array(ids[: len(latest)], dtype=np.int32)[latest]
+        sampled = flight.batch.sampled_lanes
+        self.lanes.retired += 1
+        self.lanes.next_token[sampled] = np.array(ids[: len(sampled)], dtype=np.int32)
 
     def stop(self, owner: int) -> None:
         self.planner.stop(self.jobs[owner])
@@ -68,7 +66,7 @@ class Bench:
         for owner, job in list(self.jobs.items()):
             if (
                 not self.lanes.running[job.lane]
-                and not self.lanes.flights[job.lane]
+                and not self.lanes.flying(job.lane)
                 and job not in self.planner._prompts
             ):
                 self.lanes.close(job.lane)

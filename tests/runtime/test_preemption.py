@@ -175,7 +175,7 @@ async def test_preempted_greedy_sequences_end_with_the_tokens_that_they_would_ha
                     assert out == Double.greedy(prompt, count)
                 await free(rt, demand.blocks)
                 preemptions += rt.stats().preemptions
-    assert preemptions > 12, "the pool was too small now and then"
+    assert preemptions > 5, "the pool was too small now and then"
 
 
 def tiny_llama() -> llama.Model:

@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pagefork.runtime import Runtime, SamplingParams, Sequence
+from pagefork.runtime import Runtime, SamplingParams, Sequence, WorkerDied
+from pagefork.runtime.engine import StepPlan, StepResult
+from pagefork.runtime.messages import Extend, StepDone, Submit
+from pagefork.runtime.stream import Stream
+from pagefork.runtime.worker import Worker
 
-from .double import Double, free, runtime, take
+from .double import VOCAB, Double, free, runtime, take
 
 pytestmark = pytest.mark.anyio
 
@@ -133,3 +137,103 @@ async def test_two_steps_are_in_flight_only_where_the_engine_allows_it() -> None
                 double.release()
                 assert await take(generation, 8) == Double.greedy([1, 2], 9)[1:]
                 assert any((plan.feed >= 0).any() for plan in double.plans) == (depth == 2)
+
+
+class Bench:
+    """A worker whose task is run turn by turn, and in place of its engine the steps that it asked for."""
+
+    def __init__(self, depth: int = 1) -> None:
+        self.steps: list[tuple[list[StepPlan], bool]] = []
+        self.worker = Worker(self, lambda message: None, block_size=4, max_batch=8, chunk=8, depth=depth)  # type: ignore[arg-type]
+
+    def step(self, plans: list[StepPlan], collect: bool) -> None:
+        self.steps.append((plans, collect))
+
+    async def submit(self, owner: int, limit: int) -> Stream:
+        """A greedy job of one given token with blocks for 16."""
+        stream = Stream()
+        table = [owner * 4 + index for index in range(4)]
+        job = Submit(owner=owner, tokens=[1], table=table, limit=limit, end=16, params=SamplingParams())
+        await self.worker.submit(job, stream)
+        return stream
+
+    def done(self, *ids: int) -> None:
+        self.worker.post(StepDone(StepResult(np.array(ids, np.int32), np.zeros(len(ids), np.float32))))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_step_is_one_command_and_a_pipeline_is_filled_by_one(depth: int) -> None:
+    bench = Bench(depth)
+    with anyio.fail_after(10):
+        await bench.submit(1, limit=16)
+        for _ in range(4):
+            await bench.worker.turn()
+            bench.done(3)
+    assert [(len(plans), collect) for plans, collect in bench.steps] == [(depth, True)] + [(1, True)] * 3
+
+
+async def test_tokens_go_out_as_their_step_comes_in_and_the_next_is_planned_in_the_turn_after_it() -> None:
+    bench = Bench()
+    with anyio.fail_after(10):
+        streams = [await bench.submit(owner, limit=16) for owner in (1, 2)]
+        await bench.worker.turn()
+        bench.done(5, 6)
+        assert [list(stream.tokens) for stream in streams] == [[5], [6]] and len(bench.steps) == 1
+        await bench.worker.turn()
+        assert bench.steps[1][0][0].tokens.tolist() == [5, 6]
+
+
+async def test_a_lease_is_extended_though_the_job_is_still_in_the_mailbox() -> None:
+    """Served first, it was for nobody; the job stood still at the end of its first lease."""
+    bench = Bench()
+    with anyio.fail_after(10):
+        stream = await bench.submit(1, limit=1)
+        bench.worker.post(Extend(owner=1, first=0, ids=[4, 5, 6, 7], limit=3))
+        for token in (7, 8, 9):
+            await bench.worker.turn()
+            bench.done(token)
+    assert list(stream.tokens) == [7, 8, 9]
+
+
+async def test_a_lease_extended_during_a_step_counts_in_the_step_after_it() -> None:
+    bench = Bench()
+    with anyio.fail_after(10):
+        stream = await bench.submit(1, limit=1)
+        await bench.worker.turn()
+        bench.worker.post(Extend(owner=1, first=0, ids=[4, 5, 6, 7], limit=2))
+        bench.done(7)
+        await bench.worker.turn()
+        bench.worker.post(Extend(owner=1, first=0, ids=[4, 5, 6, 7], limit=3))
+        bench.done(8)
+        await bench.worker.turn()
+        bench.done(9)
+        await bench.worker.turn()
+        assert len(bench.steps) == 3, "the lease is at its end"
+        bench.worker.post(Extend(owner=1, first=0, ids=[4, 5, 6, 7], limit=4))
+        await bench.worker.turn()
+    assert list(stream.tokens) == [7, 8, 9] and len(bench.steps) == 4
+
+
+@pytest.mark.parametrize("inline", [False, True])
+async def test_a_result_that_cannot_be_handed_out_fails_every_reader(inline: bool) -> None:
+    class Torn(Double):
+        def collect(self) -> StepResult:
+            result = super().collect()
+            return StepResult(result.ids, result.logprobs[:-1])
+
+    with anyio.fail_after(20):
+        async with runtime(Torn(), inline=inline) as rt:
+            for prompt in ([1], [VOCAB - 1]):
+                with pytest.raises(WorkerDied):
+                    await take((await rt.sequence(prompt)).generate(), 1)
+
+
+async def test_a_reader_that_takes_nothing_holds_nobody_up() -> None:
+    double = Double()
+    with anyio.fail_after(20):
+        async with runtime(double, blocks=256, lease=8) as rt:
+            slow, quick = await rt.sequence([1]), await rt.sequence([2])
+            idle = slow.generate()
+            first = await take(idle, 1)
+            assert await take(quick.generate(), 100) == Double.greedy([2], 100)
+            assert first + await take(idle, 20) == Double.greedy([1], 21)
