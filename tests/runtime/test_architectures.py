@@ -11,6 +11,7 @@ makes of that prefix. `test_near_ties_are_rare` keeps that from hiding faults.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import anyio
 import mlx.core as mx
@@ -20,6 +21,7 @@ from architectures import LAYERS, NEEDS, VOCAB, WINDOW, is_model, names, tiny
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+from pagefork import kernels
 from pagefork.runtime import Runtime, SamplingParams, Sequence, UnsupportedModel
 from pagefork.runtime.models import load
 
@@ -80,6 +82,23 @@ async def test_quantised_models_answer_as_mlx_lm_does(name: str) -> None:
     module = tiny(name)
     nn.quantize(module, group_size=32, bits=4)
     await compare(f"{name}, 4 bits", module)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+async def test_plain_layers_answer_as_mlx_lm_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of up to four rows take their products as on CUDA, here by MLX's own operations."""
+    rows: set[int] = set()
+    original = kernels.linear
+
+    def linear(x: mx.array, *args: Any, **options: Any) -> mx.array:
+        rows.add(x.shape[0])
+        return original(x, *args, **options)
+
+    monkeypatch.setattr(kernels, "linear", linear)
+    monkeypatch.setattr(kernels, "can_multiply", lambda dtype, rows, inputs, outputs: rows <= 4)
+    await compare(f"{name}, plain", tiny(name))
+    assert {1, 2} <= rows <= {1, 2, 3, 4}
 
 
 def test_keys_that_are_attended_to_in_float32_are_kept_as_they_were_stored() -> None:
