@@ -207,7 +207,7 @@ def linear(
     """A product of few rows with what stands around it in a layer: `reference.linear` says what, and the shapes.
 
     On CUDA one launch where `can_multiply`, that reads the weights once and about as fast as memory gives them; MLX's
-    own operations elsewhere. `x` and `weights` must begin at a multiple of 16 bytes, as whole arrays and rows of such do.
+    own operations elsewhere. `x` and `weights` must begin at a multiple of 16 bytes, as whole arrays do.
     """
     case = Linear(x.dtype, gain is not None, bias is not None, glu, add is not None)
     target, (rows, inputs) = _target(backend, case), x.shape

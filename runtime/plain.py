@@ -117,7 +117,7 @@ def _cases(layer: Any) -> list[kernels.Linear]:
 
 def _fused(layer: Any, rows: int, dtype: mx.Dtype) -> bool:
     """Whether a layer looks plain, as it is now, and each of its products is one launch for so many rows."""
-    if not _looks_plain(layer):
+    if not kernels.can_multiply(dtype, rows, 8, 16) or not _looks_plain(layer):  # the least there is: soon answered
         return False
     linears = _linears(layer)
     gains = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
