@@ -24,6 +24,7 @@ class Arrays(NamedTuple):
     tables: mx.array
     lengths: mx.array
     rows: mx.array | None = None
+    """None where all are wanted."""
     segments: Sequence[mx.array] = ()
     """The tables of the prompt chunks."""
 
@@ -34,14 +35,17 @@ def arrays_of(plan: StepPlan, previous: mx.array) -> Arrays:
     On CUDA the device copies them, all at once: what a kernel reads in the host's reach, it reads slowly, layer by
     layer.
     """
-    given = [plan.tokens, plan.positions, plan.slots, plan.tables, plan.lengths, plan.rows, plan.feed]
-    given += [segment.table for segment in plan.segments]
+    fed = bool((plan.feed >= 0).any())
+    given = [plan.tokens, plan.positions, plan.slots, plan.tables, plan.lengths]
+    given += [plan.feed] if fed else []
+    given += [] if plan.only_decodes else [plan.rows, *(segment.table for segment in plan.segments)]
     shaped = _copied(given) if mx.cuda.is_available() else [mx.array(array) for array in given]
-    tokens, positions, slots, tables, lengths, rows, feed, *segments = shaped
-    if (plan.feed >= 0).any():
-        decodes = len(plan.feed)
-        fed = mx.where(feed >= 0, previous[mx.maximum(feed, 0)], tokens[:decodes])
-        tokens = mx.concatenate([fed, tokens[decodes:]]) if decodes < len(plan.tokens) else fed
+    tokens, positions, slots, tables, lengths, *rest = shaped
+    if fed:
+        feed, decodes = rest.pop(0), len(plan.feed)
+        taken = mx.where(feed >= 0, previous[mx.maximum(feed, 0)], tokens[:decodes])
+        tokens = mx.concatenate([taken, tokens[decodes:]]) if decodes < len(plan.tokens) else taken
+    rows, segments = (None, ()) if plan.only_decodes else (rest[0], rest[1:])
     return Arrays(tokens, positions, slots, tables, lengths, rows, segments)
 
 
