@@ -15,8 +15,9 @@ def main() -> None:
     import bench_decode
     import bench_kernels
     import bench_load
+    import bench_products
 
-    for module in (bench_kernels, bench_control, bench_decode, bench_load, bench_beam):
+    for module in (bench_kernels, bench_products, bench_control, bench_decode, bench_load, bench_beam):
         module.add_command(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)

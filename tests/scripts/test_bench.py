@@ -33,6 +33,11 @@ def test_decode_compares_with_the_peer_and_the_bound() -> None:
     assert set(rows[0]) >= {"batch", "context", "bound", "tokens_per_s", "mlx_lm_tokens_per_s", "ratio"}
 
 
+def test_products_are_timed_beside_those_of_mlx() -> None:
+    (row,) = bench("products", "--quick", "--rows", "2")["us_per_layer"]
+    assert row["rows"] == 2 and row["mlx"] > 0 and "linear" in row
+
+
 def test_lag_of_the_null_model() -> None:
     assert bench("lag", "--model", "null", "--readers", "8", "--tokens", "200")["ticks"] > 0
 
