@@ -1,4 +1,4 @@
-"""Paged-attention kernels: arrays in, arrays out."""
+"""Kernels for paged attention and what stands around it in a step of decodes: arrays in, arrays out."""
 
 from pagefork.kernels.dispatch import (
     can_multiply,

@@ -1,6 +1,6 @@
-"""CUDA launches of the paged-attention kernels, built as data from shapes and dtypes, without a GPU.
+"""CUDA launches, built as data from shapes and dtypes, without a GPU.
 
-`kernels/metal.py` has the same three functions. Inputs are found by name; `dispatch` supplies
+`kernels/metal.py` has the same functions, but for `linear_spec`. Inputs are found by name; `dispatch` supplies
 
 - `k_pool`, `v_pool`, `k`, `v`, `slots`, `qkv`, `positions`, `q`, `tables`, `lengths`, `sinks`: as in `reference`
 - `copies`: int32 `[n, 3]`; `[1, 3]` of zeros where a step copies nothing (then `copies=0` below)
@@ -114,7 +114,7 @@ def decode_specs(
     warp = "FmaWarp" if case.dtype == mx.float32 else "MmaWarp"
     attend = _spec(
         "decode",
-        ("schedule", "tile", "fma" if case.dtype == mx.float32 else "mma", "decode"),
+        ("schedule", "tile", *(("fma",) if case.dtype == mx.float32 else ("pair", "mma")), "decode"),
         f"using Warp = pagefork::{warp}<T, D, GROUP, SOFTCAP>;\n"
         "pagefork::Decode<Warp, T, D, BLOCK, KV_HEADS, GROUP, PARTS, TOGETHER, WARPS, STAGES, SOFTCAP> step"
         "{k_pool, v_pool, tables, tables_shape[1]};\n"
@@ -185,7 +185,7 @@ def linear_spec(
     gain, bias, add = (name if name in optional else "nullptr" for name in ("gain", "bias", "add"))
     return _spec(
         "linear",
-        ("schedule", "tile", "linear"),
+        ("schedule", "tile", "pair", "linear"),
         "using Step = pagefork::Linear<T, ROWS, WARPS, STAGES, GLU>;\n"
         "__shared__ Step::Shared shared;\n"
         "extern __shared__ __align__(128) unsigned char stages[];\n"

@@ -208,14 +208,20 @@ def linear(
 
     On CUDA one launch where `can_multiply`, that reads the weights once and about as fast as memory gives them; MLX's
     own operations elsewhere. `x` and `weights` must begin at a multiple of 16 bytes, as whole arrays do.
+
+    :raises ValueError: if the shapes do not fit each other, or on CUDA the dtypes are not one.
     """
     case = Linear(x.dtype, gain is not None, bias is not None, glu, add is not None)
     target, (rows, inputs) = _target(backend, case), x.shape
     launch = _linear_launch(target, case, rows, inputs, weights.shape[0])
     if launch is None:
         return reference.linear(x, weights, gain=gain, eps=eps, bias=bias, glu=glu, add=add)
-    arrays = {"x": x, "weights": weights, "gain": gain, "bias": bias, "add": add, "params": _params(eps, 0.0, 0.0)}
-    return launch({name: array for name, array in arrays.items() if array is not None})["y"]
+    reference.check_product(x, weights, gain, bias, glu, add)
+    given = {"x": x, "weights": weights, "gain": gain, "bias": bias, "add": add}
+    arrays = {name: array for name, array in given.items() if array is not None}
+    if any(array.dtype != x.dtype for array in arrays.values()):
+        raise ValueError(f"a product takes one dtype, not {[str(array.dtype) for array in arrays.values()]}")
+    return launch(arrays | {"params": _params(eps, 0.0, 0.0)})["y"]
 
 
 def can_multiply(dtype: mx.Dtype, rows: int, inputs: int, outputs: int) -> bool:

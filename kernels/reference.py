@@ -245,9 +245,12 @@ def linear(
 
     `gain` `[inputs]`: `x` is first divided by its root mean square, with `eps` added to the mean, and multiplied by it.
     `bias`: `[outputs]`. `glu`: silu of the first half of the outputs times the second half comes out. `add`: of the
-    shape of what comes out, and added to it. All are of one dtype. Returns `[rows, outputs]`, with `glu` half as wide.
+    shape of what comes out, and added to it. Returns `[rows, outputs]`, with `glu` half as wide.
     Sources: RMSNorm (Zhang & Sennrich 2019), SwiGLU (Shazeer 2020).
+
+    :raises ValueError: if the shapes do not fit each other.
     """
+    check_product(x, weights, gain, bias, glu, add)
     if gain is not None:
         x = mx.fast.rms_norm(x, gain, eps)
     y = x @ weights.T
@@ -257,6 +260,19 @@ def linear(
         gate, up = mx.split(y, 2, axis=-1)
         y = gate * mx.sigmoid(gate) * up
     return y if add is None else add + y
+
+
+def check_product(
+    x: mx.array, weights: mx.array, gain: mx.array | None, bias: mx.array | None, glu: bool, add: mx.array | None
+) -> None:
+    """:raises ValueError: if these are not the arguments of one product."""
+    rows, inputs = x.shape
+    outputs = weights.shape[0]
+    expected = {"weights": (outputs, inputs), "gain": (inputs,), "bias": (outputs,)}
+    expected["add"] = (rows, outputs // 2 if glu else outputs)
+    for name, array in (("weights", weights), ("gain", gain), ("bias", bias), ("add", add)):
+        if array is not None and array.shape != expected[name]:
+            raise ValueError(f"`{name}` of a product of {x.shape} inputs is {expected[name]}, not {array.shape}")
 
 
 def _softmax_attention(

@@ -35,7 +35,7 @@ from pagefork.runtime.routing import (
     Patch,
     Probe,
     Step,
-    Trials,
+    Trial,
     refuse,
     run,
     take_rows,
@@ -115,7 +115,7 @@ class Model:
         attend: Attend,
         rows: mx.array | None = None,
         attend_whole: AttendWhole | None = None,
-        trials: Trials | None = None,
+        trials: list[Trial] | None = None,
     ) -> mx.array:
         """Run one step over the tokens of any number of sequences, flattened.
 

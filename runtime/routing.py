@@ -64,7 +64,8 @@ class Step:
         """What joint projections made of which input: their parts, and the whole."""
         self.whole: tuple[Joint, mx.array] | None = None
         """The queries, keys and values that the next attention comes from."""
-        self.trials: Trials | None = None
+        self.trials: list[Trial] | None = None
+        """Where layers are tried out."""
 
     def clear(self) -> None:
         """Forget the forward pass."""
@@ -82,12 +83,10 @@ class Trial(NamedTuple):
     """A layer that may be plain: what went in, what came out, and what `plain.multiply` made of it."""
 
     layer: nn.Module
+    cache: LayerCache
     x: mx.array
     out: mx.array
     multiplied: mx.array
-
-
-Trials = dict["LayerCache", Trial]
 
 
 class LayerCache:

@@ -68,8 +68,8 @@ class Worker(Actor):
         self._advance()
 
     def post(self, message: Message) -> None:
-        """Send without waiting. A step's tokens are handed out as it comes in: their readers have had their turn when
-        the task has its own and plans the next step, which saves a pass of the event loop."""
+        """Send without waiting. A step's tokens are handed out as it comes in: on asyncio their readers have had their
+        turn when the task has its own and plans the next step, which saves a pass of the event loop."""
         if isinstance(message, StepDone) and self.dead is None:
             try:
                 self._retire(message.result)

@@ -7,34 +7,14 @@
 
 namespace pagefork {
 
-template <typename T>
-__device__ __forceinline__ void multiply(float* sums, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                         unsigned b1);
-template <>
-__device__ __forceinline__ void multiply<__nv_bfloat16>(float* sums, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                                                        unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void multiply<__half>(float* sums, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                                                 unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 // At most ROWS <= 8 rows. `gain`, `bias` and `add` may be null. GLU: silu(first half) * second half comes out.
 template <typename T, int ROWS, int WARPS, int STAGES, bool GLU>
 struct Linear {
   static constexpr int CHUNK = 128;
-  static constexpr int LANES = CHUNK / 8;             // that copy one weight row's chunk
-  static constexpr int BYTES = TILE * CHUNK * 2;      // a chunk of all rows of a tile
-  static constexpr int WIDE = GLU ? TILE / 2 : TILE;  // outputs of a tile
-  static constexpr int PUTS = (WIDE * ROWS + 31) / 32;
+  static constexpr int COPIERS = CHUNK / 8;  // lanes that copy one row of a chunk
+  static constexpr int STAGE_BYTES = TILE * CHUNK * 2;
+  static constexpr int OUTPUTS = GLU ? TILE / 2 : TILE;  // of a tile
+  static constexpr int PUTS = (OUTPUTS * ROWS + 31) / 32;
 
   struct Shared {
     float sums[2][WARPS][ROWS][TILE + 1];
@@ -49,12 +29,12 @@ struct Linear {
   T* y;              // [rows, outputs], with GLU [rows, outputs / 2]
   int rows, inputs, outputs;
   Shared& shared;
-  unsigned char* stages;  // [WARPS, STAGES, BYTES], then [rows, pitch] inputs
+  unsigned char* stages;  // [WARPS, STAGES, STAGE_BYTES], then [rows, pitch] inputs
   int warp, lane;
 
   __device__ __forceinline__ int tiles() const { return outputs / TILE; }
   __device__ __forceinline__ int pitch() const { return inputs + 32; }  // two rows side by side meet all banks
-  __device__ __forceinline__ T* kept() const { return reinterpret_cast<T*>(stages + WARPS * STAGES * BYTES); }
+  __device__ __forceinline__ T* kept() const { return reinterpret_cast<T*>(stages + WARPS * STAGES * STAGE_BYTES); }
 
   // All warps, or those that multiply; each kind from its own place in the code.
   static __device__ __forceinline__ void meet() { asm volatile("barrier.sync 0;" ::: "memory"); }
@@ -65,12 +45,12 @@ struct Linear {
   // The chunk at (tile, chunk) into a stage, and on to the warp's next one; an empty group of copies after the last.
   __device__ __forceinline__ void copy_next(int& tile, int& chunk, int stage) const {
     if (tile < tiles()) {
-      int row = lane / LANES, vector = lane % LANES, column = chunk * CHUNK + vector * 8;
+      int row = lane / COPIERS, vector = lane % COPIERS, column = chunk * CHUNK + vector * 8;
       int bytes = column < inputs ? 16 : 0;
-      const T* from = weights + (long long)(tile * WIDE + row) * inputs + (bytes ? column : 0);
-      unsigned to = unsigned(__cvta_generic_to_shared(stages)) + (warp * STAGES + stage) * BYTES;
+      const T* from = weights + (long long)(tile * OUTPUTS + row) * inputs + (bytes ? column : 0);
+      unsigned to = unsigned(__cvta_generic_to_shared(stages)) + (warp * STAGES + stage) * STAGE_BYTES;
 #pragma unroll
-      for (int r = 0; r < TILE; r += 32 / LANES, from += 32 / LANES * inputs) {
+      for (int r = 0; r < TILE; r += 32 / COPIERS, from += 32 / COPIERS * inputs) {
         if (GLU && r == TILE / 2) from += (long long)(outputs / 2 - TILE / 2) * inputs;
         copy16(to + (r + row) * CHUNK * 2 + (vector ^ ((r + row) % 2 * 4)) * 16, from, bytes);
       }
@@ -116,7 +96,7 @@ struct Linear {
   // Eight values side by side serve as two fragments: in which order the sum goes over the inputs does not matter.
   __device__ __forceinline__ void compute(int chunk, int stage, float (&sums)[2][4]) const {
     int row = lane / 4, part = lane % 4, column = chunk * CHUNK + part * 8;
-    const unsigned char* from = stages + (warp * STAGES + stage) * BYTES + row * CHUNK * 2;
+    const unsigned char* from = stages + (warp * STAGES + stage) * STAGE_BYTES + row * CHUNK * 2;
     wait_copies<STAGES - 1>();
     __syncwarp();
 #pragma unroll
@@ -127,8 +107,8 @@ struct Linear {
       uint4 c = make_uint4(0, 0, 0, 0);
       if (row < rows && column + i * 32 < inputs)
         c = *reinterpret_cast<const uint4*>(kept() + row * pitch() + column + i * 32);
-      multiply<T>(sums[0], a.x, b.x, a.y, b.y, c.x, c.y);
-      multiply<T>(sums[1], a.z, b.z, a.w, b.w, c.z, c.w);
+      Pair<T>::mma(sums[0], {a.x, b.x, a.y, b.y}, c.x, c.y);
+      Pair<T>::mma(sums[1], {a.z, b.z, a.w, b.w}, c.z, c.w);
     }
     __syncwarp();
   }
@@ -164,18 +144,18 @@ struct Linear {
   }
 
   __device__ __forceinline__ void finish() const {
-    int width = tiles() * WIDE;
+    int width = tiles() * OUTPUTS;
     for (int tile = blockIdx.x, turn = 0; tile < tiles(); tile += gridDim.x, turn ^= 1) {
       float added[PUTS];
 #pragma unroll
       for (int i = 0; i < PUTS; i++) {
-        int at = lane + i * 32, row = at / WIDE;
-        added[i] = add && row < rows ? float(add[row * width + tile * WIDE + at % WIDE]) : 0.0f;
+        int at = lane + i * 32, row = at / OUTPUTS;
+        added[i] = add && row < rows ? float(add[row * width + tile * OUTPUTS + at % OUTPUTS]) : 0.0f;
       }
       meet();
 #pragma unroll
       for (int i = 0; i < PUTS; i++) {
-        int at = lane + i * 32, row = at / WIDE, output = at % WIDE, column = tile * WIDE + output;
+        int at = lane + i * 32, row = at / OUTPUTS, output = at % OUTPUTS, column = tile * OUTPUTS + output;
         if (row >= rows) continue;
         float sum = total(turn, row, output, column);
         if constexpr (GLU) sum = sum / (1.0f + __expf(-sum)) * total(turn, row, output + TILE / 2, width + column);

@@ -220,3 +220,11 @@ def test_a_product_norms_before_and_gates_and_adds_after(options: str) -> None:
     arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items() if name in f"x weights {options}"}
     found = linear(**{name: to_mlx(array, mx.float32) for name, array in arrays.items()}, eps=0.1, glu=glu)
     assert error(found, multiply(**arrays, eps=0.1, glu=glu)) <= 1e-5
+
+
+@pytest.mark.parametrize("wrong", ["weights", "gain", "bias", "add"])
+def test_a_product_of_shapes_that_do_not_fit_is_refused(wrong: str) -> None:
+    shapes = {"x": (3, 40), "weights": (32, 40), "gain": (40,), "bias": (32,), "add": (3, 32)}
+    shapes[wrong] = (*shapes[wrong][:-1], shapes[wrong][-1] - 8)
+    with pytest.raises(ValueError, match=f"`{wrong}` of a product"):
+        linear(**{name: mx.zeros(shape) for name, shape in shapes.items()})

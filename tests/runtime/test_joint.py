@@ -225,6 +225,7 @@ def test_attention_to_the_whole_is_attention_to_its_parts(name: str) -> None:
 
 
 def test_positions_that_a_model_has_no_place_for_are_not_looked_up() -> None:
-    """Nothing says how long the context of this one may be, and its embeddings of positions are read unchecked."""
+    """Nothing says how long the context of this one may be, and MLX reads past the table of its positions unchecked:
+    the process would not live through these."""
     for _ in range(20):
         Model(tiny("gpt2"), name="gpt2").restore()

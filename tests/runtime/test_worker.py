@@ -184,7 +184,7 @@ async def test_tokens_go_out_as_their_step_comes_in_and_the_next_is_planned_in_t
 
 
 async def test_a_lease_is_extended_though_the_job_is_still_in_the_mailbox() -> None:
-    """Served first, it was for nobody; the job stood still at the end of its first lease."""
+    """Served before the Submit, it would be for nobody, and the job stand still at the end of its first lease."""
     bench = Bench()
     with anyio.fail_after(10):
         stream = await bench.submit(1, limit=1)
