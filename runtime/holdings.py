@@ -64,15 +64,12 @@ class Holdings:
         block_size: int,
         tokens: Callable[[], Tokens[int]],
         *,
-        table: Tokens[int] | None = None,
-        computed: int = 0,
-        trimmed: int = 0,
         priority: float = 0.0,
         window: Window | None = None,
     ) -> None:
-        self.table = Tokens("i") if table is None else table
-        self.computed = computed
-        self.trimmed = trimmed
+        self.table = Tokens("i")
+        self.computed = 0
+        self.trimmed = 0
         self._owner = owner
         self._allocator = allocator
         self._block_size = block_size
@@ -86,6 +83,12 @@ class Holdings:
     def capacity(self) -> int:
         """Positions that the blocks cover."""
         return len(self.table) * self._block_size
+
+    def inherit(self, parent: Holdings, length: int) -> None:
+        """Begin with what `parent` holds for its first `length` tokens."""
+        self.table = parent.table[: -(-length // self._block_size)]
+        self.computed = min(parent.computed, length)
+        self.trimmed = parent.trimmed
 
     def reach(self, length: int) -> int:
         """For how many of `length` tokens to ask for blocks now: with a window, for no more than are held at once."""

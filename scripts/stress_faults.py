@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
+from operator import attrgetter
 from typing import Any
 
 import anyio
@@ -19,17 +20,17 @@ LATE = 0.012
 PAUSE = 0.15
 """Seconds between two delays at most."""
 
-# Where a sequence's actor may crash, and whether also after what is done there. Between the making of children and
-# the answer that names them nothing can go wrong, so no crash is put there.
+# Where a sequence's actor and its work may crash, and whether also after what is done there. Between the making of
+# children and the answer that names them nothing can go wrong, so no crash is put there.
 _PLACES = {
     "handle": False,
     "_fork": False,
     "_share": False,
-    "_held.ask": True,
-    "_start": True,
-    "_stop": True,
-    "_compute": True,
-    "_extend": True,
+    "_work.held.ask": True,
+    "_work._start": True,
+    "_work.stop": True,
+    "_work.compute": True,
+    "_work._extend": True,
 }
 
 
@@ -78,7 +79,7 @@ def fuse(seq: Sequence, length: int) -> None:
 
     def put(place: str, after: bool) -> None:
         part, _, name = place.rpartition(".")
-        target = getattr(actor, part) if part else actor
+        target = attrgetter(part)(actor) if part else actor
         function = getattr(target, name)
         assert inspect.iscoroutinefunction(function)
 

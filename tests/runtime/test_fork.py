@@ -75,7 +75,7 @@ async def test_forks_of_a_finished_but_unread_generation_end_where_the_reader_is
         async with runtime(double, lease=16) as rt, await rt.sequence(PROMPT) as seq:
             generation = seq.generate(SamplingParams(max_tokens=6))
             await take(generation, 2)
-            while not seq._actor._stream.done:
+            while not seq._actor._work.stream.done:
                 await checkpoint()
             (child,) = await seq.fork()
             assert child.tokens == PROMPT + AHEAD[:2]
@@ -89,7 +89,7 @@ async def test_what_a_parent_computed_past_its_reader_is_not_its_childrens(depth
         async with runtime(Double(depth=depth), lease=16) as rt, await rt.sequence(PROMPT) as seq:
             generation = seq.generate(SamplingParams(max_tokens=30))
             await take(generation, 2)
-            while len(seq._actor._stream.tokens) < 9:
+            while len(seq._actor._work.stream.tokens) < 9:
                 await checkpoint()
             (child,) = await seq.fork()
             await child.append([7] * 6)

@@ -232,7 +232,7 @@ async def test_a_slow_reader_is_not_run_away_from() -> None:
                 await take(generation, 1)
                 await other.topk(1)
                 await other.topk(1)
-                assert len(seq._actor._stream.tokens) <= taken + 7
+                assert len(seq._actor._work.stream.tokens) <= taken + 7
             assert seq.tokens == PROMPT + AHEAD[:29]
 
 

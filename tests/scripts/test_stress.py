@@ -26,7 +26,7 @@ from pagefork.runtime import Runtime
 from pagefork.runtime.actor import Envelope
 from pagefork.runtime.allocator import Allocator
 from pagefork.runtime.messages import Publish, Release, Reserve
-from pagefork.runtime.sequence import SequenceActor
+from pagefork.runtime.work import Work
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "stress.py"
 BACKENDS = ["asyncio", "trio"]
@@ -162,13 +162,13 @@ def test_a_write_to_a_shared_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_published_block_that_is_not_computed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    append = SequenceActor._append
+    append = Work.append
 
-    async def hasty(self: SequenceActor, tokens: list[int]) -> None:
-        await append(self, tokens)
-        self._house.allocator.post(Publish(self.owner, self._tokens[:], len(self._tokens)))
+    async def hasty(self: Work, tokens: list[int], patience: float) -> None:
+        await append(self, tokens, patience)
+        self._house.allocator.post(Publish(self._owner, self.tokens, self.length))
 
-    monkeypatch.setattr(SequenceActor, "_append", hasty)
+    monkeypatch.setattr(Work, "append", hasty)
     result = in_process("--ops", "800", "--sequences", "16", "--prefix")
     assert not result["ok"] and result["content_errors"] > 0
 
