@@ -15,6 +15,10 @@ from pagefork.runtime.messages import Cancel, Extend, Message, Preempt, Renew, S
 from pagefork.runtime.stream import Stream
 
 
+_RENEWED_BEFORE = 8
+"""Tokens before the end of a lease at which its reader asks for the next: what an answer takes, and a few more."""
+
+
 class Work:
     """The sequence's half of what it and the worker say to each other; an actor calls it, one call at a time.
 
@@ -264,7 +268,7 @@ class Work:
     def _renewal(self, stream: Stream) -> tuple[int, int]:
         """At how many tokens read to renew the lease; and its last."""
         last = stream.limit - len(self._tokens) + 1
-        return max(last - min((self._house.lease + 2) // 4, 8), 1), last
+        return max(last - min((self._house.lease + 2) // 4, _RENEWED_BEFORE), 1), last
 
     # Blocks
 
