@@ -14,7 +14,6 @@ from pagefork.runtime.house import House
 from pagefork.runtime.messages import Cancel, Extend, Message, Preempt, Renew, Submit, Yielded
 from pagefork.runtime.stream import Stream
 
-
 _RENEWED_BEFORE = 8
 """Tokens before the end of a lease at which its reader asks for the next: what an answer takes, and a few more."""
 
