@@ -35,6 +35,7 @@ _ROTATE_THREADS = 128
 _LINEAR_ROWS = 4
 _LINEAR_WARPS = 8
 _LINEAR_STAGES = 3
+_LINEAR_STAGE_BYTES = 16 * 128 * 2  # a chunk of a tile, as linear.cu has them
 
 
 def write_kv_spec(
@@ -178,8 +179,9 @@ def linear_spec(
         raise ValueError(f"this product takes float16 and bfloat16, not {case.dtype}")
     if inputs % 8 or outputs % 16 or not 1 <= rows <= _LINEAR_ROWS:
         raise ValueError(f"this product takes up to {_LINEAR_ROWS} rows, inputs by 8 and outputs by 16")
-    dynamic = shared_memory - _LINEAR_WARPS * _LINEAR_ROWS * (2 * 17 + 1) * 4
-    if _LINEAR_WARPS * _LINEAR_STAGES * 4096 + rows * (inputs + 32) * 2 > dynamic:
+    static = _LINEAR_WARPS * _LINEAR_ROWS * (2 * 17 + 1) * 4
+    dynamic = shared_memory - static
+    if _LINEAR_WARPS * _LINEAR_STAGES * _LINEAR_STAGE_BYTES + rows * (inputs + 32) * 2 > dynamic:
         raise ValueError(f"{rows} rows of {inputs} values do not fit shared memory")
     optional = tuple(name for name, on in (("gain", case.norm), ("bias", case.bias), ("add", case.add)) if on)
     gain, bias, add = (name if name in optional else "nullptr" for name in ("gain", "bias", "add"))

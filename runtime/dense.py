@@ -8,8 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from pagefork.kernels import Rope
+from pagefork.kernels.reference import rotate
 from pagefork.runtime.layers import LayerSpec
-from pagefork.runtime.routing import Attend, LayerCache, Step
+from pagefork.runtime.routing import Attend, AttendWhole, LayerCache, Step
 
 
 class DenseKV:
@@ -50,6 +52,16 @@ class DenseKV:
         if old is not None:
             k, v = mx.concatenate([old[0], k]), mx.concatenate([old[1], v])
         self._kept[layer, owner] = k, v
+
+
+def by_whole(attend: Attend, layers: Sequence[LayerSpec], positions: mx.array) -> AttendWhole:
+    """The `attend_whole` of a step at int32 `[T]` positions: it rotates, then attends by `attend`."""
+
+    def attend_whole(layer: int, qkv: mx.array, rope: Rope, sinks: mx.array | None) -> mx.array:
+        spec = layers[layer]
+        return attend(layer, *rotate(qkv, positions, rope, spec.heads, spec.kv_heads, spec.head_dim), sinks)
+
+    return attend_whole
 
 
 class WholeCache(LayerCache):

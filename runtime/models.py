@@ -35,7 +35,6 @@ from pagefork.runtime.routing import (
     Patch,
     Probe,
     Step,
-    Trial,
     refuse,
     run,
     take_rows,
@@ -102,8 +101,7 @@ class Model:
             self._rows_inside = self._skip_rows()
             check(self)
             self.take_rotations(rotations(self))
-            plain.offer(module, self.dtype, self._patch)
-            self.products = plain.find(self)
+            self.products = plain.find(self, self._patch)
         except BaseException:
             self.restore()
             raise
@@ -115,7 +113,7 @@ class Model:
         attend: Attend,
         rows: mx.array | None = None,
         attend_whole: AttendWhole | None = None,
-        trials: list[Trial] | None = None,
+        trials: list[plain.Trial] | None = None,
     ) -> mx.array:
         """Run one step over the tokens of any number of sequences, flattened.
 

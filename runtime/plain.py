@@ -7,15 +7,14 @@ A step of few rows costs a GPU little more than to read the weights once and to 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from pagefork import kernels
-from pagefork.kernels import Rope
-from pagefork.kernels.reference import rotate
-from pagefork.runtime.routing import LayerCache, Patch, Step, Trial, running
+from pagefork.runtime.dense import by_whole
+from pagefork.runtime.routing import LayerCache, Patch, Step, running
 
 if TYPE_CHECKING:
     from pagefork.runtime.models import Model
@@ -25,27 +24,30 @@ _TOLERANCE = 5e-3
 """Of what a layer adds, in float32. MLX multiplies that in TF32 on CUDA, by either way to compute a layer."""
 
 
-def offer(module: nn.Module, dtype: mx.Dtype, patch: Patch) -> None:
-    """Have all layers that may be plain ask their cache whether they are."""
-    for layer in module.modules():
-        if _fused(layer, 1, dtype):
-            patch.swap(layer, compute)
+class Trial(NamedTuple):
+    """A layer that may be plain: what went in, what came out, and what `multiply` made of it, in float32."""
+
+    layer: nn.Module
+    cache: LayerCache
+    x: mx.array
+    out: mx.array
+    multiplied: mx.array
 
 
-def find(model: Model) -> list[kernels.Linear]:
-    """Try the layers of a model out, tell their caches which are plain, and return the products that those take.
+def find(model: Model, patch: Patch) -> list[kernels.Linear]:
+    """Try out the layers that may be plain, tell their caches which are, and return the products that those take.
 
     A layer that does more (scales what it adds, gates by another function) comes out different. Trials are in float32:
     in 16 bits what a layer adds may be less than what its input is rounded by.
     """
-    positions = mx.arange(_TRIAL_TOKENS)
-
-    def attend_whole(layer: int, qkv: mx.array, rope: Rope, sinks: mx.array | None) -> mx.array:
-        spec = model.layers[layer]
-        return rotate(qkv, positions, rope, spec.heads, spec.kv_heads, spec.head_dim)[0]
-
+    offered = [layer for layer in model.module.modules() if _fused(layer, 1, model.dtype)]
+    if not offered:
+        return []
+    for layer in offered:
+        patch.swap(layer, compute)
     trials: list[Trial] = []
-    model(positions + 1, positions, lambda layer, q, k, v, sinks: q, None, attend_whole, trials)
+    positions = mx.arange(_TRIAL_TOKENS)
+    model(positions + 1, positions, _queries, None, by_whole(_queries, model.layers, positions), trials)
     # One after another: in float32 all layers together would take twice the memory of the weights, twice.
     alike = [(trial, bool(_alike(trial.x, trial.out, trial.multiplied))) for trial in trials]
     products: list[kernels.Linear] = []
@@ -59,14 +61,17 @@ def find(model: Model) -> list[kernels.Linear]:
 
 def compute(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
     """A `Patch.swap` call for layers: what is plain is multiplied, in a step of few rows."""
-    step = running()
+    step, x = running(), args[0] if args else None
     cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, LayerCache)), None)
-    if step is None or cache is None or cache.rope is None or step.attend_whole is None:
-        return original(layer, *args, **kwargs)
-    x = args[0] if args else None
-    if not isinstance(x, mx.array) or not (cache.plain or step.trials is not None):
-        return original(layer, *args, **kwargs)
-    if not _fused(layer, x.shape[0], x.dtype):
+    if (
+        step is None
+        or step.attend_whole is None
+        or cache is None
+        or cache.rope is None
+        or not (cache.plain or step.trials is not None)
+        or not isinstance(x, mx.array)
+        or not _fused(layer, x.shape[0], x.dtype)
+    ):
         return original(layer, *args, **kwargs)
     if step.trials is None:
         return multiply(layer, x, step, cache)
@@ -95,6 +100,11 @@ def multiply(layer: Any, x: mx.array, step: Step, cache: LayerCache, backend: st
     hidden = product(of_output, attended, add=hidden)
     gated = product(of_gate, hidden, norm=layer.post_attention_layernorm, glu=True)
     return product(of_down, gated, add=hidden)[:, None]
+
+
+def _queries(layer: int, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array | None) -> mx.array:
+    """Attention that answers with its queries: enough to tell layers apart."""
+    return q
 
 
 def _looks_plain(layer: Any) -> bool:

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +24,7 @@ from pagefork.runtime.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from pagefork.runtime.joint import Joint
+    from pagefork.runtime.plain import Trial
 
 Attend = Callable[[int, mx.array, mx.array, mx.array, "mx.array | None"], mx.array]
 """`attend(layer, q, k, v, sinks)`: q `[T, heads, head_dim]`, k and v `[T, kv_heads, head_dim]`, sinks `[heads]` or
@@ -77,16 +78,6 @@ class Step:
             if stored[0] is keys:
                 return cache
         return refuse("a layer without a cache attends to keys that no other layer has stored")
-
-
-class Trial(NamedTuple):
-    """A layer that may be plain: what went in, what came out, and what `plain.multiply` made of it."""
-
-    layer: nn.Module
-    cache: LayerCache
-    x: mx.array
-    out: mx.array
-    multiplied: mx.array
 
 
 class LayerCache:

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from bench_kernels import BLOCK, slope
+from bench_peer import SHAPES
 
 from pagefork.kernels import Rope, linear, paged_attention, rope_and_write
 from pagefork.kernels.device import device
@@ -36,8 +37,12 @@ class Shape:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
-LLAMA_8B = Shape(4096, 14336, 32, 8, 128, 1024)
-QUICK = Shape(64, 96, 4, 2, 16, 64)
+def shape_of(name: str, length: int) -> Shape:
+    """A layer of one of the peer's shapes."""
+    sizes = SHAPES[name]
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    kv_heads = sizes["num_key_value_heads"]
+    return Shape(hidden, sizes["intermediate_size"], heads, kv_heads, hidden // heads, length)
 
 
 class Layer:
@@ -115,7 +120,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(arguments: argparse.Namespace) -> None:
-    shape = QUICK if arguments.quick else LLAMA_8B
+    shape = shape_of("tiny", 64) if arguments.quick else shape_of("llama-8b", 1024)
     rows = [measure(shape, count, arguments.quick) for count in arguments.rows or (1, 4)]
     if arguments.json:
         print(json.dumps({"device": device().name, "us_per_layer": rows}))

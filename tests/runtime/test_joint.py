@@ -15,8 +15,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from pagefork.cache.kv import PagedKVCache
 from pagefork.kernels import Rope
-from pagefork.kernels.reference import rotate
-from pagefork.runtime.dense import DenseKV
+from pagefork.runtime.dense import DenseKV, by_whole
 from pagefork.runtime.models import Model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -44,12 +43,7 @@ def logits(model: Model) -> mx.array:
 def logits_by_whole(model: Model, positions: mx.array = POSITIONS) -> mx.array:
     """The same where layers that can attend to their joint projection do."""
     attend = DenseKV(model.layers).step([0] * 4)
-
-    def attend_whole(layer: int, qkv: mx.array, rope: Rope, sinks: mx.array | None) -> mx.array:
-        spec = model.layers[layer]
-        return attend(layer, *rotate(qkv, positions, rope, spec.heads, spec.kv_heads, spec.head_dim), sinks)
-
-    return model(TOKENS, positions, attend, attend_whole=attend_whole)
+    return model(TOKENS, positions, attend, attend_whole=by_whole(attend, model.layers, positions))
 
 
 def weights(attention: Any) -> list[mx.array]:

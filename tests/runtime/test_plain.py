@@ -14,9 +14,7 @@ from mlx.utils import tree_map
 from mlx_lm.tuner.lora import LoRALinear
 
 from pagefork import kernels
-from pagefork.kernels import Rope
-from pagefork.kernels.reference import rotate
-from pagefork.runtime.dense import DenseKV
+from pagefork.runtime.dense import DenseKV, by_whole
 from pagefork.runtime.models import Model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -47,13 +45,8 @@ def opened() -> Iterator[Any]:
 def logits(model: Model, whole: bool, rows: int = len(TOKENS)) -> mx.array:
     """Of `rows` positions in one step, by the model's own layers or, where they are plain, by `plain.multiply`."""
     positions, attend = mx.arange(rows), DenseKV(model.layers).step([0] * rows)
-
-    def attend_whole(layer: int, qkv: mx.array, rope: Rope, sinks: mx.array | None) -> mx.array:
-        spec = model.layers[layer]
-        return attend(layer, *rotate(qkv, positions, rope, spec.heads, spec.kv_heads, spec.head_dim), sinks)
-
     tokens = mx.array((TOKENS * rows)[:rows])
-    return model(tokens, positions, attend, attend_whole=attend_whole if whole else None)
+    return model(tokens, positions, attend, attend_whole=by_whole(attend, model.layers, positions) if whole else None)
 
 
 def plain_layers(model: Model) -> int:
