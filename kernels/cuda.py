@@ -1,12 +1,14 @@
 """CUDA launches, built as data from shapes and dtypes, without a GPU.
 
-`kernels/metal.py` has the same functions, but for `linear_spec`. Inputs are found by name; `dispatch` supplies
+`kernels/metal.py` has the same functions, but for `linear_spec` and `land_spec`. Inputs are found by name;
+`dispatch` supplies
 
 - `k_pool`, `v_pool`, `k`, `v`, `slots`, `qkv`, `positions`, `q`, `tables`, `lengths`, `sinks`: as in `reference`
 - `copies`: int32 `[n, 3]`; `[1, 3]` of zeros where a step copies nothing (then `copies=0` below)
 - `params`: float32 `[4]`: scale, softcap (0 without), window (0 without), 0; for a rotation scale, log2 of base, 0, 0
 - `freqs`: of a `Rope`
 - `x`, `weights`, `gain`, `bias`, `add`: as in `reference.linear`; then `params[0]` is its `eps`
+- `target`, `array0`, `array1`, ...: of `land`
 - `order`: any array of the pools' dtype with at least 8 elements; only its place in the graph counts
 - what an earlier spec of the same tuple put out
 """
@@ -35,6 +37,7 @@ _ROTATE_THREADS = 128
 _LINEAR_ROWS = 4
 _LINEAR_WARPS = 8
 _LINEAR_STAGES = 3
+_LINEAR_HELD = 4  # vectors of 8 inputs of each row that a thread has registers for
 _LINEAR_STAGE_BYTES = 16 * 128 * 2  # a chunk of a tile, as linear.cu has them
 
 
@@ -179,6 +182,11 @@ def linear_spec(
         raise ValueError(f"this product takes float16 and bfloat16, not {case.dtype}")
     if inputs % 8 or outputs % 16 or not 1 <= rows <= _LINEAR_ROWS:
         raise ValueError(f"this product takes up to {_LINEAR_ROWS} rows, inputs by 8 and outputs by 16")
+    if case.norm not in (0, inputs):
+        raise ValueError(f"this product norms {case.norm} inputs, not {inputs}")
+    held = -(-case.norm // (_LINEAR_WARPS * 32 * 8))
+    if held > _LINEAR_HELD:
+        raise ValueError(f"this product norms up to {_LINEAR_HELD * _LINEAR_WARPS * 32 * 8} inputs, not {inputs}")
     static = _LINEAR_WARPS * _LINEAR_ROWS * (2 * 17 + 1) * 4
     dynamic = shared_memory - static
     if _LINEAR_WARPS * _LINEAR_STAGES * _LINEAR_STAGE_BYTES + rows * (inputs + 32) * 2 > dynamic:
@@ -188,7 +196,7 @@ def linear_spec(
     return _spec(
         "linear",
         ("schedule", "tile", "pair", "linear"),
-        "using Step = pagefork::Linear<T, ROWS, WARPS, STAGES, GLU>;\n"
+        "using Step = pagefork::Linear<T, ROWS, WARPS, STAGES, GLU, HELD>;\n"
         "__shared__ Step::Shared shared;\n"
         "extern __shared__ __align__(128) unsigned char stages[];\n"
         "int warp = threadIdx.x / 32, lane = threadIdx.x % 32;\n"
@@ -203,10 +211,30 @@ def linear_spec(
             ("WARPS", _LINEAR_WARPS),
             ("STAGES", _LINEAR_STAGES),
             ("GLU", case.glu),
+            ("HELD", held),
         ),
         blocks=min(cores, outputs // 16),
         threads=(_LINEAR_WARPS + 1) * 32,
         shared_memory=dynamic,
+    )
+
+
+def land_spec(dtypes: tuple[mx.Dtype, ...], *, count: int) -> KernelSpec:
+    """One launch that copies arrays of 4-byte values, `count` in all, one behind the other into `target`, in place.
+
+    Inputs `target` int32, and `array0`, `array1`, ..., each of one axis; output `landed` `[8]`, which is not written.
+    """
+    names = tuple(f"array{i}" for i in range(len(dtypes)))
+    return _spec(
+        "land",
+        ("land",),
+        "int* to = const_cast<int*>(target);\n"
+        + "\n".join(f"to = pagefork::land({name}, {name}_shape[0], to);" for name in names),
+        ("target", *names),
+        (Output("landed", (8,), mx.int32),),
+        tuple((f"T{i}", dtype) for i, dtype in enumerate(dtypes)),
+        blocks=min(-(-count // _WRITE_THREADS), 64),
+        threads=_WRITE_THREADS,
     )
 
 

@@ -211,8 +211,9 @@ def linear(
 
     :raises ValueError: if the shapes do not fit each other, or on CUDA the dtypes are not one.
     """
-    case = Linear(x.dtype, gain is not None, bias is not None, glu, add is not None)
-    target, (rows, inputs) = _target(backend, case), x.shape
+    rows, inputs = x.shape
+    case = Linear(x.dtype, 0 if gain is None else inputs, bias is not None, glu, add is not None)
+    target = _target(backend, case)
     launch = _linear_launch(target, case, rows, inputs, weights.shape[0])
     if launch is None:
         return reference.linear(x, weights, gain=gain, eps=eps, bias=bias, glu=glu, add=add)
@@ -224,9 +225,26 @@ def linear(
     return launch(arrays | {"params": _params(eps, 0.0, 0.0)})["y"]
 
 
-def can_multiply(dtype: mx.Dtype, rows: int, inputs: int, outputs: int) -> bool:
+def land(target: mx.array, arrays: Sequence[mx.array]) -> mx.array:
+    """Copy arrays of 4-byte values one behind the other into `target`, int32 of one axis, in place: CUDA alone.
+
+    For what the host reads while later steps are under way. Returns an array that is there once the copies are.
+
+    :raises ValueError: where there are no CUDA kernels, if `target` is too small, or for values of other sizes.
+    """
+    flat = [array.reshape(-1) for array in arrays]
+    count = sum(array.size for array in flat)
+    if device().backend != "cuda" or any(array.itemsize != 4 for array in flat):
+        raise ValueError("values of 4 bytes land, on CUDA alone")
+    if target.dtype != mx.int32 or target.ndim != 1 or target.size < count:
+        raise ValueError(f"{count} values cannot land in {target.dtype} {target.shape}")
+    launch = _land_launch(tuple(array.dtype for array in flat), count)
+    return launch({"target": target, **{f"array{i}": array for i, array in enumerate(flat)}})["landed"]
+
+
+def can_multiply(case: Linear, rows: int, inputs: int, outputs: int) -> bool:
     """Whether `linear` is one launch on this device for so many rows of weights `[outputs, inputs]`."""
-    return _linear_launch(device(), Linear(dtype), rows, inputs, outputs) is not None
+    return _linear_launch(device(), case, rows, inputs, outputs) is not None
 
 
 def in_place(cases: Sequence[Case]) -> bool:
@@ -308,6 +326,11 @@ def _linear_launch(target: Device, case: Linear, rows: int, inputs: int, outputs
     except ValueError:
         return None
     return Launch("cuda", spec)
+
+
+@lru_cache(maxsize=4096)
+def _land_launch(dtypes: tuple[mx.Dtype, ...], count: int) -> Launch:
+    return Launch("cuda", cuda.land_spec(dtypes, count=count))
 
 
 @lru_cache(maxsize=256)

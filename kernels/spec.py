@@ -81,10 +81,13 @@ class Pools:
 
 @dataclass(frozen=True)
 class Linear:
-    """What is compiled into a product of few rows: what is done before and after it, see `linear`."""
+    """What is compiled into a product of few rows: what is done before and after it, see `linear`.
+
+    `norm`: how many inputs it has where they are normed, else 0.
+    """
 
     dtype: mx.Dtype
-    norm: bool = False
+    norm: int = 0
     bias: bool = False
     glu: bool = False
     add: bool = False

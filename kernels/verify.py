@@ -84,8 +84,9 @@ def default_cases() -> list[Case]:
         Rotation(mx.float32, 9, 3, 64, 16, dims=64, traditional=True),
         Rotation(mx.float16, 16, 2, 80, 32, dims=32, freqs=True),
         Rotation(mx.bfloat16, 14, 2, 96, 16, dims=24, traditional=True),
-        Linear(mx.bfloat16, norm=True, glu=True),
-        Linear(mx.bfloat16, norm=True, bias=True),
+        Linear(mx.bfloat16, norm=4096, glu=True),
+        Linear(mx.bfloat16, norm=8192, bias=True),
+        Linear(mx.float16, norm=1096),
         Linear(mx.float16, add=True),
     ]
 
@@ -128,9 +129,8 @@ def describe(variant: Variant) -> str:
     """A variant in words, for logs and tables."""
     dtype = str(variant.dtype).rpartition(".")[2]
     if isinstance(variant, Linear):
-        return " ".join(
-            ["product", dtype, *(name for name in ("norm", "bias", "glu", "add") if getattr(variant, name))]
-        )
+        norm = [f"norm={variant.norm}"] if variant.norm else []
+        return " ".join(["product", dtype, *norm, *(name for name in ("bias", "glu", "add") if getattr(variant, name))])
     size = f"head_dim={variant.head_dim} block={variant.block_size}"
     if isinstance(variant, Pools):
         return f"write {dtype} kv_heads={variant.kv_heads} {size}"
@@ -248,15 +248,16 @@ def _one_rotation_error(rotation: Rotation, rows: int) -> float:
 
 
 def _one_product_error(case: Linear, rows: int) -> float:
-    """The last chunk of the inputs is not whole, and each block has two tiles, or three."""
-    rng = np.random.default_rng(rows)
-    inputs, outputs = 1096, 16 * (2 * device().cores + 1)
+    """Each block has two tiles, or three; unless the case says how many inputs there are, the last chunk of them is not
+    whole."""
+    inputs, outputs = case.norm or 1096, 16 * (2 * device().cores + 1)
     out = outputs // 2 if case.glu else outputs
     shapes: dict[str, tuple[int, ...]] = {"x": (rows, inputs), "weights": (outputs, inputs)}
     shapes |= {"gain": (inputs,)} if case.norm else {}
     shapes |= {"bias": (outputs,)} if case.bias else {}
     shapes |= {"add": (rows, out)} if case.add else {}
-    arrays = {name: mx.array(rng.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()}
+    keys = mx.random.split(mx.random.key(rows), len(shapes))
+    arrays = {name: mx.random.normal(shape, key=key) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
     arrays["weights"] = arrays["weights"] * inputs**-0.5
 
     def multiply(function: Callable[..., mx.array], dtype: mx.Dtype) -> mx.array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -11,8 +10,9 @@ import numpy as np
 
 from pagefork import kernels
 from pagefork.cache.kv import PagedKVCache
-from pagefork.runtime.engine import Ints, Segment, StepPlan
+from pagefork.runtime.engine import Segment, StepPlan
 from pagefork.runtime.layers import LayerSpec
+from pagefork.runtime.transfer import Transfer
 
 
 class Arrays(NamedTuple):
@@ -29,31 +29,20 @@ class Arrays(NamedTuple):
     """The tables of the prompt chunks."""
 
 
-def arrays_of(plan: StepPlan, previous: mx.array) -> Arrays:
-    """The plan's arrays; `previous`: the ids that the step before sampled, int32 `[R]`.
-
-    On CUDA the device copies them, all at once: what a kernel reads in the host's reach, it reads slowly, layer by
-    layer.
-    """
-    fed = bool((plan.feed >= 0).any())
-    given = [plan.tokens, plan.positions, plan.slots, plan.tables, plan.lengths]
-    given += [plan.feed] if fed else []
+def arrays_of(plan: StepPlan, previous: mx.array, transfer: Transfer) -> Arrays:
+    """The plan's arrays; `previous`: the ids that the step before sampled, int32 `[R]`."""
+    decodes, fed = len(plan.feed), plan.feed >= 0
+    given = [plan.positions, plan.slots, plan.tables, plan.lengths]
     given += [] if plan.only_decodes else [plan.rows, *(segment.table for segment in plan.segments)]
-    shaped = _copied(given) if mx.cuda.is_available() else [mx.array(array) for array in given]
-    tokens, positions, slots, tables, lengths, *rest = shaped
-    if fed:
-        feed, decodes = rest.pop(0), len(plan.feed)
-        taken = mx.where(feed >= 0, previous[mx.maximum(feed, 0)], tokens[:decodes])
-        tokens = mx.concatenate([taken, tokens[decodes:]]) if decodes < len(plan.tokens) else taken
+    # The ids of the step before serve as they are where the same rows go on, which is most often.
+    same = plan.only_decodes and decodes == previous.size and bool((plan.feed == np.arange(decodes)).all())
+    index = np.arange(len(plan.tokens), dtype=np.int32)
+    index[:decodes] = np.where(fed, len(plan.tokens) + plan.feed, index[:decodes])
+    given += [] if same else [plan.tokens, index] if fed.any() else [plan.tokens]
+    positions, slots, tables, lengths, *rest = transfer.send(given)
+    tokens = previous if same else rest.pop() if not fed.any() else mx.concatenate([rest.pop(-2), previous])[rest.pop()]
     rows, segments = (None, ()) if plan.only_decodes else (rest[0], rest[1:])
     return Arrays(tokens, positions, slots, tables, lengths, rows, segments)
-
-
-def _copied(given: list[Ints]) -> list[mx.array]:
-    whole = mx.array(np.concatenate([array.ravel() for array in given])) + 0
-    stops = accumulate(array.size for array in given)
-    parts = (whole[stop - array.size : stop] for array, stop in zip(given, stops, strict=True))
-    return [part.reshape(array.shape) for part, array in zip(parts, given, strict=True)]
 
 
 class StepAttention:

@@ -19,6 +19,7 @@ from pagefork.runtime.log import log
 from pagefork.runtime.memory import blocks_that_fit
 from pagefork.runtime.models import Model, Progress, Source, load
 from pagefork.runtime.sampling import choose
+from pagefork.runtime.transfer import Arrival, transfer
 
 Blocks = int | Literal["auto"]
 
@@ -45,33 +46,37 @@ class Engine:
         )
         self._model = model
         self._kv = kv
-        self._flights: deque[tuple[tuple[mx.array, ...], list[mx.array]]] = deque()
+        self._transfer = transfer(depth)
+        self._flights: deque[tuple[Arrival | None, list[mx.array]]] = deque()
         self._previous = mx.zeros((1,), dtype=mx.int32)
         self._traces: dict[int, Callable[..., Any]] | None = {} if depth > 1 else None
 
     def launch(self, plan: StepPlan) -> None:
-        arrays = arrays_of(plan, self._previous)
+        self._transfer.begin()
+        arrays = arrays_of(plan, self._previous, self._transfer)
         logits = self._decode(arrays) if self._traces is not None and plan.only_decodes else self._run(plan, arrays)
-        out: tuple[mx.array, ...] = ()
+        arrival = None
         if len(plan.rows):
-            out = choose(logits, plan.sampling, plan.topk)
+            out = choose(logits, plan.sampling, plan.topk, self._transfer.send)
             self._previous = out[0]
+            arrival = self._transfer.receive(out)
         pending = self._kv.pending()
-        mx.async_eval(*out, *pending)
-        self._flights.append((out, pending[-1:]))
+        mx.async_eval(*(arrival.pending if arrival else ()), *pending)
+        self._flights.append((arrival, pending[-1:]))
 
     def collect(self) -> StepResult:
-        out, last = self._flights.popleft()
-        if not out:
+        arrival, last = self._flights.popleft()
+        if arrival is None:
             mx.eval(last)
             return StepResult(np.zeros(0, np.int32), np.zeros(0, np.float32))
-        return StepResult(*(np.array(array) for array in out))
+        return StepResult(*arrival.read())
 
     def read_kv(self, layer: int, table: Ints, length: int) -> tuple[Any, Any]:
         k, v = self._kv.read(layer, mx.array(table), length)
         return np.array(k.astype(mx.float32)), np.array(v.astype(mx.float32))
 
     def close(self) -> None:
+        self._transfer.close()
         self._model.restore()
 
     def _decode(self, given: Arrays) -> mx.array:

@@ -129,19 +129,22 @@ def _linears(layer: Any) -> tuple[Any, Any, Any, Any]:
 
 def _cases(layer: Any) -> list[kernels.Linear]:
     """Of `multiply`."""
-    around: list[dict[str, bool]] = [{"norm": True}, {"add": True}, {"norm": True, "glu": True}, {"add": True}]
+    hidden = layer.input_layernorm.weight.size
+    around: list[dict[str, Any]] = [{"norm": hidden}, {"add": True}, {"norm": hidden, "glu": True}, {"add": True}]
     pairs = zip(_linears(layer), around, strict=True)
     return [kernels.Linear(linear.weight.dtype, bias="bias" in linear, **options) for linear, options in pairs]
 
 
 def _fused(layer: Any, rows: int, dtype: mx.Dtype) -> bool:
     """Whether a layer looks plain, as it is now, and each of its products is one launch for so many rows."""
-    if not kernels.can_multiply(dtype, rows, 8, 16) or not _looks_plain(layer):  # the least there is: soon answered
+    # The least there is: soon answered.
+    if not kernels.can_multiply(kernels.Linear(dtype), rows, 8, 16) or not _looks_plain(layer):
         return False
-    linears = _linears(layer)
+    linears, cases = _linears(layer), _cases(layer)
     gains = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
     return all(array.dtype == dtype for array in (*gains, *(a for linear in linears for a in linear.values()))) and all(
-        kernels.can_multiply(dtype, rows, linear.weight.shape[1], linear.weight.shape[0]) for linear in linears
+        kernels.can_multiply(case, rows, linear.weight.shape[1], linear.weight.shape[0])
+        for case, linear in zip(cases, linears, strict=True)
     )
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 _MASK64 = (1 << 64) - 1
+
+Send = Callable[[list[npt.NDArray[Any]]], list[mx.array]]
+"""Brings arrays of 4-byte values to the device."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +58,23 @@ def row_keys(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.integer]) -
     return np.stack([z >> np.uint64(32), z & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
 
 
-def choose(logits: mx.array, sampling: Sampling, topk: int = 0) -> tuple[mx.array, ...]:
+def _send(given: list[npt.NDArray[Any]]) -> list[mx.array]:
+    return [mx.array(array) for array in given]
+
+
+def choose(logits: mx.array, sampling: Sampling, topk: int = 0, send: Send = _send) -> tuple[mx.array, ...]:
     """A token for each row of `logits` `[rows, vocab]`: ids int32 and log-probabilities float32 `[rows]`.
 
     With `topk`, the ids and log-probabilities of the most likely tokens follow, `[rows, topk]`, best first.
     """
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    ids = sample(logits, total, sampling)
+    ids = sample(logits, total, sampling, send)
     chosen = (ids, (mx.take_along_axis(logits, ids[:, None], axis=-1) - total).squeeze(-1))
     return chosen + best(logits - total, topk) if topk else chosen
 
 
-def sample(logits: mx.array, total: mx.array, sampling: Sampling) -> mx.array:
+def sample(logits: mx.array, total: mx.array, sampling: Sampling, send: Send = _send) -> mx.array:
     """One token id per row, int32 `[rows]`, from float32 logits `[rows, vocab]` and their logsumexp `[rows, 1]`.
 
     Gumbel-max (Gumbel 1954): every operation is row by row, so a row's token does not depend on its batch.
@@ -74,15 +83,19 @@ def sample(logits: mx.array, total: mx.array, sampling: Sampling) -> mx.array:
     if sampling.greedy:
         return greedy
     logprobs = logits - total
-    kept = _filtered(logprobs, sampling)
-    temperature = mx.array(sampling.temperature)[:, None]
-    noise = mx.vmap(lambda key: mx.random.gumbel((logprobs.shape[-1],), key=key))(mx.array(sampling.keys))
+    # Off is 2, since rounding can bring the sum of what comes before to 1.
+    top_p = np.where(sampling.top_p < 1, sampling.top_p, 2).astype(np.float32)
+    top_k = np.where(sampling.top_k > 0, sampling.top_k, logits.shape[-1]).astype(np.int32)
+    given = [array[:, None] for array in (sampling.temperature, top_p, top_k, sampling.min_p)]
+    temperature, *limits, keys = send([*given, sampling.keys])
+    kept = _filtered(logprobs, sampling, *limits)
+    noise = mx.vmap(lambda key: mx.random.gumbel((logprobs.shape[-1],), key=key))(keys)
     drawn = mx.argmax(kept / mx.maximum(temperature, 1e-6) + noise, axis=-1).view(mx.int32)
     return mx.where(temperature[:, 0] > 0, drawn, greedy)
 
 
-def _filtered(logprobs: mx.array, sampling: Sampling) -> mx.array:
-    """Log-probabilities with what top_k, top_p and min_p exclude at -inf."""
+def _filtered(logprobs: mx.array, sampling: Sampling, top_p: mx.array, top_k: mx.array, min_p: mx.array) -> mx.array:
+    """Log-probabilities with what top_k, top_p and min_p, each `[rows, 1]`, exclude at -inf."""
     uses_k, uses_p = bool(sampling.top_k.any()), bool((sampling.top_p < 1).any())
     kept = logprobs
     if uses_k or uses_p:
@@ -92,16 +105,13 @@ def _filtered(logprobs: mx.array, sampling: Sampling) -> mx.array:
         if uses_p:
             probability = mx.exp(ranked)
             before = mx.cumsum(probability, axis=-1) - probability
-            # Off is 2, since rounding can bring `before` to 1. The most likely token always stays.
-            top_p = mx.array(np.where(sampling.top_p < 1, sampling.top_p, 2).astype(np.float32))[:, None]
-            keep = (before < top_p) | (mx.arange(ranked.shape[-1]) == 0)
+            keep = (before < top_p) | (mx.arange(ranked.shape[-1]) == 0)  # the most likely token always stays
         if uses_k:
-            top_k = mx.array(np.where(sampling.top_k > 0, sampling.top_k, ranked.shape[-1]))[:, None]
             keep = keep & (mx.arange(ranked.shape[-1])[None] < top_k)
         ranked = mx.where(keep, ranked, -mx.inf)
         kept = mx.put_along_axis(kept, order, ranked, axis=-1)
     if (sampling.min_p > 0).any():
-        floor = mx.max(logprobs, axis=-1, keepdims=True) + mx.log(mx.array(sampling.min_p))[:, None]
+        floor = mx.max(logprobs, axis=-1, keepdims=True) + mx.log(min_p)
         kept = mx.where(logprobs >= floor, kept, -mx.inf)
     return kept
 

@@ -7,8 +7,9 @@
 
 namespace pagefork {
 
-// At most ROWS <= 8 rows. `gain`, `bias` and `add` may be null. GLU: silu(first half) * second half comes out.
-template <typename T, int ROWS, int WARPS, int STAGES, bool GLU>
+// At most ROWS <= 8 rows. `bias` and `add` may be null. GLU: silu(first half) * second half comes out. HELD: how many
+// vectors of 8 inputs of a row a thread holds while they are normed; 0 where they are not.
+template <typename T, int ROWS, int WARPS, int STAGES, bool GLU, int HELD>
 struct Linear {
   static constexpr int CHUNK = 128;
   static constexpr int COPIERS = CHUNK / 8;  // lanes that copy one row of a chunk
@@ -23,7 +24,7 @@ struct Linear {
 
   const T* x;        // [rows, inputs]
   const T* weights;  // [outputs, inputs]
-  const T* gain;     // [inputs]: inputs are divided by their root mean square and multiplied by this first
+  const T* gain;     // [inputs], with HELD: inputs are divided by their root mean square and multiplied by this first
   const T* bias;     // [outputs]
   const T* add;      // as y
   T* y;              // [rows, outputs], with GLU [rows, outputs / 2]
@@ -68,29 +69,61 @@ struct Linear {
     commit_copies();
   }
 
-  // As MLX does it: what is normed is rounded before it is multiplied by `gain`.
-  __device__ __forceinline__ void norm(float epsilon) const {
-    for (int row = 0; row < rows; row++) {
+  using Held = uint4[ROWS + 1][HELD > 0 ? HELD : 1];  // the rows' inputs and `gain`, eight values each
+
+  __device__ __forceinline__ int held_at(int i) const { return (i * WARPS * 32 + threadIdx.x) * 8; }
+
+  // The inputs on their way to the registers, for `norm`.
+  __device__ __forceinline__ void hold_inputs(Held& held) const {
+#pragma unroll
+    for (int row = 0; row <= ROWS; row++)
+#pragma unroll
+      for (int i = 0; i < HELD; i++)
+        if (held_at(i) < inputs && (row < rows || row == ROWS))
+          held[row][i] = *reinterpret_cast<const uint4*>((row < ROWS ? x + row * inputs : gain) + held_at(i));
+  }
+
+  static __device__ __forceinline__ float square(unsigned pair) {
+    float2 two = Pair<T>::unpack(pair);
+    return two.x * two.x + two.y * two.y;
+  }
+
+  // As MLX does it: what is normed is rounded before it is multiplied by the gain.
+  static __device__ __forceinline__ unsigned normed(unsigned pair, float scale, unsigned gains) {
+    asm volatile("" : "+r"(pair));  // else it is kept in two registers, as floats, from where its square was taken
+    float2 two = Pair<T>::unpack(pair), gain = Pair<T>::unpack(gains);
+    two = Pair<T>::unpack(Pair<T>::pack(two.x * scale, two.y * scale));
+    return Pair<T>::pack(two.x * gain.x, two.y * gain.y);
+  }
+
+  __device__ __forceinline__ void norm(const Held& held, float epsilon) const {
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+      if (row >= rows) break;
       float sum = 0.0f;
-      for (int at = threadIdx.x * 2; at < inputs; at += WARPS * 32 * 2) {
-        float a = float(kept()[row * pitch() + at]), b = float(kept()[row * pitch() + at + 1]);
-        sum += a * a + b * b;
-      }
+#pragma unroll
+      for (int i = 0; i < HELD; i++)
+        if (held_at(i) < inputs)
+          sum += square(held[row][i].x) + square(held[row][i].y) + square(held[row][i].z) + square(held[row][i].w);
       for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(FULL, sum, step);
       if (lane == 0) shared.squares[warp][row] = sum;
     }
     meet_readers();
-    for (int row = 0; row < rows; row++) {
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+      if (row >= rows) break;
       float sum = 0.0f;
+#pragma unroll
       for (int w = 0; w < WARPS; w++) sum += shared.squares[w][row];
       float scale = rsqrtf(sum / float(inputs) + epsilon);
-      for (int at = threadIdx.x * 2; at < inputs; at += WARPS * 32 * 2) {
-        T* two = kept() + row * pitch() + at;
-        two[0] = T(float(T(float(two[0]) * scale)) * float(gain[at]));
-        two[1] = T(float(T(float(two[1]) * scale)) * float(gain[at + 1]));
+#pragma unroll
+      for (int i = 0; i < HELD; i++) {
+        uint4 in = held[row][i], by = held[ROWS][i];
+        if (held_at(i) < inputs)
+          *reinterpret_cast<uint4*>(kept() + row * pitch() + held_at(i)) = make_uint4(
+              normed(in.x, scale, by.x), normed(in.y, scale, by.y), normed(in.z, scale, by.z), normed(in.w, scale, by.w));
       }
     }
-    meet_readers();
   }
 
   // Eight values side by side serve as two fragments: in which order the sum goes over the inputs does not matter.
@@ -115,11 +148,17 @@ struct Linear {
 
   __device__ __forceinline__ void read(float epsilon) const {
     int ahead = blockIdx.x, next = warp;
-    copy_inputs();
-    for (int i = 0; i < STAGES - 1; i++) copy_next(ahead, next, i);
-    wait_copies<STAGES - 1>();
+    if constexpr (HELD > 0) {
+      Held held;
+      hold_inputs(held);
+      for (int i = 0; i < STAGES - 1; i++) copy_next(ahead, next, i);
+      norm(held, epsilon);
+    } else {
+      copy_inputs();
+      for (int i = 0; i < STAGES - 1; i++) copy_next(ahead, next, i);
+      wait_copies<STAGES - 1>();
+    }
     meet_readers();
-    if (gain) norm(epsilon);
     for (int tile = blockIdx.x, turn = 0, item = 0; tile < tiles(); tile += gridDim.x, turn ^= 1) {
       float sums[2][4] = {};
       for (int chunk = warp; chunk * CHUNK < inputs; chunk += WARPS, item++) {

@@ -11,6 +11,7 @@ import pytest
 from pagefork.kernels import (
     Rope,
     can_multiply,
+    land,
     linear,
     paged_attention,
     prefill_attention,
@@ -19,6 +20,7 @@ from pagefork.kernels import (
     write_kv,
 )
 from pagefork.kernels.device import device
+from pagefork.kernels.spec import Linear
 
 from .oracle import attend, error, multiply, random_case, rotate, to_numpy
 
@@ -315,12 +317,17 @@ def test_pipelined_rotations_stay_between_the_reads_around_them() -> None:
         assert error(one, to_numpy(other)) <= 2 * TOLERANCE[mx.bfloat16]  # either is rounded
 
 
+PRODUCTS = [(64, 16), (576, 1536), (1096, 48), (4096, 8192), (8192, 64), (14336, 272)]
+
+
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="on Metal MLX's own products are used")
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 16), (576, 1536), (1096, 48), (4096, 8192), (14336, 272)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(64, 16), (576, 1536), (1096, 48), (4096, 8192), (8192, 64), (14336, 272)]
+)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_products_of_few_rows(dtype: mx.Dtype, inputs: int, outputs: int, rows: int) -> None:
-    if not can_multiply(dtype, rows, inputs, outputs):
+    if not can_multiply(Linear(dtype), rows, inputs, outputs):
         pytest.skip("more shared memory than a block has here")
     rng = np.random.default_rng(inputs + rows)
 
@@ -352,6 +359,32 @@ def test_other_products_are_those_of_mlx() -> None:
         (mx.bfloat16, 1, 64, 40),
         (mx.bfloat16, 4, 28672, 64),
     ):
-        assert not can_multiply(dtype, rows, inputs, outputs)
+        assert not can_multiply(Linear(dtype), rows, inputs, outputs)
         x, weights = mx.random.normal((rows, inputs)).astype(dtype), mx.random.normal((outputs, inputs)).astype(dtype)
         assert error(linear(x, weights), to_numpy(x) @ to_numpy(weights).T) <= TOLERANCE[mx.bfloat16]
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="on Metal the host reads all arrays alike")
+@pytest.mark.parametrize("rows", [1, 2, 300])
+def test_arrays_land_one_behind_the_other(rows: int) -> None:
+    target = mx.full((rows * 5 + 7,), -1, dtype=mx.int32)
+    ids, values = mx.arange(rows), mx.random.normal((rows,))
+    top = mx.random.randint(-9, 9, (rows, 3))
+    mx.eval(target, ids, values, top)
+    mx.eval(land(target, [ids, values, top]))
+    found = np.array(target)
+    assert (found[:rows] == np.array(ids)).all()
+    assert (found[rows : 2 * rows].view(np.float32) == np.array(values)).all()
+    assert (found[2 * rows : 5 * rows] == np.array(top).ravel()).all()
+    assert (found[5 * rows :] == -1).all()
+
+
+def test_bad_landings_are_refused() -> None:
+    target, three = mx.zeros((4,), dtype=mx.int32), mx.zeros((3,))
+    for place, arrays in (
+        (target, [three, three]),
+        (target.astype(mx.float32), [three]),
+        (target, [three.astype(mx.float16)]),
+    ):
+        with pytest.raises(ValueError, match="land"):
+            land(place, arrays)

@@ -80,7 +80,7 @@ def test_a_rotation_by_the_wrong_angle_is_noticed(broken_rotation) -> None:
 
 
 def test_a_product_without_its_gate_is_noticed(monkeypatch) -> None:
-    product = Linear(mx.float32, norm=True, glu=True)
+    product = Linear(mx.float32, norm=64, glu=True)
     assert prepare([product], strict=True) == [verify.device().backend]
     right = dispatch.linear
 
@@ -90,7 +90,7 @@ def test_a_product_without_its_gate_is_noticed(monkeypatch) -> None:
     monkeypatch.setattr(dispatch, "linear", open_gate)
     with structlog.testing.capture_logs() as logs:
         assert prepare([CASE, product]) == [verify.device().backend, "reference"]
-    assert dispatch._fallbacks == {product} and logs[0]["variant"] == "product float32 norm glu"
+    assert dispatch._fallbacks == {product} and logs[0]["variant"] == "product float32 norm=64 glu"
 
 
 def test_strict_raises(broken) -> None:

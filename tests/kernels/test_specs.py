@@ -133,7 +133,7 @@ def test_products_of_any_size_share_a_kernel() -> None:
     kinds = [
         Linear(mx.bfloat16),
         Linear(mx.float16),
-        *(Linear(mx.bfloat16, **{o: True}) for o in ("norm", "glu", "add")),
+        *(Linear(mx.bfloat16, **options) for options in ({"norm": 4096}, {"glu": True}, {"add": True})),
     ]
     assert len({cuda.linear_spec(kind, **sizes).name for kind in kinds}) == len(kinds)
     others = [{"rows": 4}, {"inputs": 14336}, {"outputs": 16}, {"cores": 60}]
@@ -151,3 +151,7 @@ def test_a_product_that_does_not_suit_is_refused(wrong: dict) -> None:
         cuda.linear_spec(Linear(mx.bfloat16), **(sizes | wrong))
     with pytest.raises(ValueError, match="takes float16 and bfloat16"):
         cuda.linear_spec(Linear(mx.float32), **sizes)
+    with pytest.raises(ValueError, match="norms 2048 inputs, not 4096"):
+        cuda.linear_spec(Linear(mx.bfloat16, norm=2048), **sizes)
+    with pytest.raises(ValueError, match="norms up to 8192 inputs"):
+        cuda.linear_spec(Linear(mx.bfloat16, norm=8200), **(sizes | {"inputs": 8200}))
