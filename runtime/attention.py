@@ -10,7 +10,7 @@ import numpy as np
 
 from pagefork import kernels
 from pagefork.cache.kv import PagedKVCache
-from pagefork.runtime.engine import Segment, StepPlan
+from pagefork.runtime.engine import Ints, Segment, StepPlan
 from pagefork.runtime.layers import LayerSpec
 from pagefork.runtime.transfer import Transfer
 
@@ -31,18 +31,31 @@ class Arrays(NamedTuple):
 
 def arrays_of(plan: StepPlan, previous: mx.array, transfer: Transfer) -> Arrays:
     """The plan's arrays; `previous`: the ids that the step before sampled, int32 `[R]`."""
-    decodes, fed = len(plan.feed), plan.feed >= 0
     given = [plan.positions, plan.slots, plan.tables, plan.lengths]
-    given += [] if plan.only_decodes else [plan.rows, *(segment.table for segment in plan.segments)]
-    # The ids of the step before serve as they are where the same rows go on, which is most often.
-    same = plan.only_decodes and decodes == previous.size and bool((plan.feed == np.arange(decodes)).all())
-    index = np.arange(len(plan.tokens), dtype=np.int32)
-    index[:decodes] = np.where(fed, len(plan.tokens) + plan.feed, index[:decodes])
-    given += [] if same else [plan.tokens, index] if fed.any() else [plan.tokens]
-    positions, slots, tables, lengths, *rest = transfer.send(given)
-    tokens = previous if same else rest.pop() if not fed.any() else mx.concatenate([rest.pop(-2), previous])[rest.pop()]
+    if not plan.only_decodes:
+        given += [plan.rows, *(segment.table for segment in plan.segments)]
+    fed = _fed(plan, previous)
+    positions, slots, tables, lengths, *rest = transfer.send([*given, *fed])
+    rest, tokens = rest[: len(rest) - len(fed)], rest[len(rest) - len(fed) :]
     rows, segments = (None, ()) if plan.only_decodes else (rest[0], rest[1:])
-    return Arrays(tokens, positions, slots, tables, lengths, rows, segments)
+    if len(tokens) == 2:
+        tokens = [mx.concatenate([tokens[0], previous])[tokens[1]]]
+    return Arrays(tokens[0] if tokens else previous, positions, slots, tables, lengths, rows, segments)
+
+
+def _fed(plan: StepPlan, previous: mx.array) -> list[Ints]:
+    """The plan's tokens; where some are among the ids of the step before, also where to find each in both together.
+
+    Nothing where those ids serve as they are, since the same rows go on: with steps in flight that is most often.
+    """
+    if not len(plan.feed):
+        return [plan.tokens]
+    index = np.arange(len(plan.tokens), dtype=np.int32)
+    if plan.only_decodes and len(index) == previous.size and (plan.feed == index).all():
+        return []
+    decodes = len(plan.feed)
+    index[:decodes] = np.where(plan.feed >= 0, len(plan.tokens) + plan.feed, index[:decodes])
+    return [plan.tokens, index]
 
 
 class StepAttention:

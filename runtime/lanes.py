@@ -16,13 +16,15 @@ class Lanes:
     position: the next position to be planned; positions below it hold K and V once no step in flight names the lane.
     limit: positions below it may be decoded. named: the last step that named the lane; steps count from 1, in their
     order, and those up to `retired` have retired. row: where among the ids that this step sampled the lane's next token
-    is, until the step retires: then `next_token` holds it. tables: int32 `[lanes, max_blocks]`.
+    is, until the step retires: then `next_token` holds it. tables: int32 `[lanes, max_blocks]`; edits: how often one
+    was written to.
     """
 
     def __init__(self, count: int, block_size: int) -> None:
         self.block_size = block_size
         self._size = np.int32(block_size)
         self.tables = np.zeros((count, 8), dtype=np.int32)
+        self.edits = 0
         self.position = np.zeros(count, dtype=np.int32)
         self.limit = np.zeros(count, dtype=np.int32)
         self.launched = self.retired = 0
@@ -77,6 +79,7 @@ class Lanes:
             wider[:, : self.tables.shape[1]] = self.tables
             self.tables = wider
         self.tables[lane, first:stop] = ids
+        self.edits += 1
 
     def ready(self) -> npt.NDArray[np.intp]:
         """Lanes that can decode a token now."""

@@ -17,13 +17,15 @@ Index = npt.NDArray[np.intp]
 Chunk = tuple[Job, int]
 
 NO_COPIES: Ints = np.zeros((0, 3), dtype=np.int32)
+UNFED: Ints = np.zeros(0, dtype=np.int32)
 
 
 class Batch:
     """Who is in a step, decodes first, and what follows from that alone: a batch of decodes serves for many steps.
 
     sampled: the jobs of the rows that need logits: the decodes, and the prompts whose last chunk this is. named: all
-    jobs. given: those that take some of the tokens that they came with, and how many.
+    jobs. given: those that take some of the tokens that they came with, and how many. positions: of the decodes in the
+    step that comes next; longest: the most that one of them reads then.
     """
 
     def __init__(self, lanes: Lanes, ready: list[Job], singles: list[Job], chunks: list[Chunk]) -> None:
@@ -36,11 +38,27 @@ class Batch:
         self.named_lanes = _lanes_of(decodes + [job for job, _ in chunks])
         self.sampled_lanes = _lanes_of(self.sampled)
         self.rows = np.arange(len(self.sampled), dtype=np.int32)
-        self.unfed = np.full(len(decodes), -1, dtype=np.int32)
         self.sampling = lanes.sampling(self.sampled_lanes)
         self.seeds = lanes.key[self.sampled_lanes]
         self.topk = max((job.submit.topk for job in self.sampled), default=0)
         self.name = self.decodes.tobytes()
+        self.positions = lanes.position[self.decodes]
+        self.longest = int(self.positions.max(initial=0)) + 1
+        self._lanes = lanes
+        self._tables = NO_COPIES
+        self._seen = (-1, 0)
+
+    def tables(self) -> Ints:
+        """The tables of its decodes, wide enough for the longest: the same array while none changes."""
+        seen = (self._lanes.edits, self._lanes.width(self.longest))
+        if seen != self._seen:
+            self._seen, self._tables = seen, self._lanes.tables[self.decodes, : seen[1]]
+        return self._tables
+
+    def advance(self, positions: Ints) -> None:
+        """Its decodes stand at the positions after."""
+        self.positions = positions
+        self.longest += 1
 
 
 class Flight(Struct, frozen=True):
@@ -111,15 +129,14 @@ class Planner:
         return singles, chunks
 
     def _assemble(self, batch: Batch) -> tuple[StepPlan, Flight]:
-        lanes, decodes = self._lanes, batch.decodes
-        positions = lanes.position[decodes]
+        lanes, decodes, positions = self._lanes, batch.decodes, batch.positions
         lengths = positions + 1
         plan = StepPlan(
             tokens=lanes.next_token[decodes],
             positions=positions,
             slots=lanes.slots(decodes, positions),
-            feed=self._feed(batch) if lanes.launched > lanes.retired else batch.unfed,
-            tables=lanes.tables[decodes, : lanes.width(int(lengths.max()) if len(decodes) else 1)],
+            feed=self._feed(batch) if lanes.launched > lanes.retired else UNFED,
+            tables=batch.tables(),
             lengths=lengths,
             segments=(),
             copies=NO_COPIES,
@@ -133,6 +150,7 @@ class Planner:
         if not batch.sampling.greedy:
             plan = replace(plan, sampling=batch.sampling.keyed(row_keys(batch.seeds, flight.ends)))
         self._depart(flight)
+        batch.advance(lengths)
         return plan, flight
 
     def _feed(self, batch: Batch) -> Ints:
@@ -141,7 +159,7 @@ class Planner:
         That step is the only one that may be in flight beside the one that is planned: there are at most two.
         """
         lanes, decodes = self._lanes, batch.decodes
-        feed = np.where(lanes.named[decodes] > lanes.retired, lanes.row[decodes], batch.unfed)
+        feed = np.where(lanes.named[decodes] > lanes.retired, lanes.row[decodes], np.int32(-1))
         feed[batch.ready :] = -1
         return feed
 

@@ -68,6 +68,8 @@ def choose(logits: mx.array, sampling: Sampling, topk: int = 0, send: Send = _se
     With `topk`, the ids and log-probabilities of the most likely tokens follow, `[rows, topk]`, best first.
     """
     logits = logits.astype(mx.float32)
+    if sampling.greedy and not topk:
+        return _most_likely(logits), mx.max(logits, axis=-1) - mx.logsumexp(logits, axis=-1)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
     ids = sample(logits, total, sampling, send)
     chosen = (ids, (mx.take_along_axis(logits, ids[:, None], axis=-1) - total).squeeze(-1))
@@ -79,7 +81,7 @@ def sample(logits: mx.array, total: mx.array, sampling: Sampling, send: Send = _
 
     Gumbel-max (Gumbel 1954): every operation is row by row, so a row's token does not depend on its batch.
     """
-    greedy = mx.argmax(logits, axis=-1).view(mx.int32)
+    greedy = _most_likely(logits)
     if sampling.greedy:
         return greedy
     logprobs = logits - total
@@ -92,6 +94,10 @@ def sample(logits: mx.array, total: mx.array, sampling: Sampling, send: Send = _
     noise = mx.vmap(lambda key: mx.random.gumbel((logprobs.shape[-1],), key=key))(keys)
     drawn = mx.argmax(kept / mx.maximum(temperature, 1e-6) + noise, axis=-1).view(mx.int32)
     return mx.where(temperature[:, 0] > 0, drawn, greedy)
+
+
+def _most_likely(logits: mx.array) -> mx.array:
+    return mx.argmax(logits, axis=-1).view(mx.int32)
 
 
 def _filtered(logprobs: mx.array, sampling: Sampling, top_p: mx.array, top_k: mx.array, min_p: mx.array) -> mx.array:
