@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from pagefork.runtime.errors import DeadlineExceeded, PageforkError, WorkerDied
+from pagefork.runtime.errors import DeadlineExceeded, PageforkError, WorkerDied, own
 from pagefork.runtime.messages import Message
 from pagefork.runtime.signal import Signal
 
@@ -60,7 +60,7 @@ class Reply:
 
     def result(self) -> Any:
         if self.error is not None:
-            raise self.error
+            raise own(self.error)
         return self.value
 
 
@@ -235,7 +235,7 @@ class Actor:
 
     def _check(self) -> None:
         if self.dead is not None:
-            raise self.dead
+            raise own(self.dead)
 
     async def _put(self, envelope: Envelope) -> None:
         self._check()

@@ -7,6 +7,16 @@ class PageforkError(Exception):
     """Root of everything that pagefork raises on purpose."""
 
 
+def own(error: BaseException) -> BaseException:
+    """An error for one of the tasks that it is raised in: a copy, since one object keeps the tracebacks of all."""
+    if not isinstance(error, PageforkError):
+        return error
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    copy.__cause__, copy.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return copy
+
+
 class InvalidRequest(PageforkError):
     """An argument is out of its range or of the wrong type; nothing was changed."""
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import anyio
 from msgspec import Struct
 
-from pagefork.runtime.errors import SequenceBusy, SequenceClosed
+from pagefork.runtime.errors import SequenceBusy, SequenceClosed, own
 from pagefork.runtime.messages import Generate, Renew, Settle
 from pagefork.runtime.sequence import SequenceActor
 from pagefork.runtime.stream import Stream
@@ -128,7 +128,7 @@ class Generation(AsyncIterator[Step]):
         """Why there are no more tokens; what a generation that failed held goes back."""
         if stream.error is not None:
             self._abandon(stream)
-            return stream.error
+            return own(stream.error)
         self._leave()
         return StopAsyncIteration()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+from pagefork.runtime.errors import own
 from pagefork.runtime.signal import Signal
 
 
@@ -72,7 +73,7 @@ class Stream:
         while not self.done:
             await self.signal.wait()
         if self.error is not None:
-            raise self.error
+            raise own(self.error)
 
     def cut(self) -> None:
         """Drop what was not read; the reader finds the end."""

@@ -78,8 +78,8 @@ def test_a_batch_used_again_plans_what_one_made_anew_would(seed: int) -> None:
     rng = random.Random(seed)
     both = Bench(5), Bench(5)
     owner = reused = 0
-    for _ in range(120):
-        act = rng.choice(["open", "stop", "launch", "launch", "launch", "retire", "retire", "lease"])
+    for _ in range(300):
+        act = rng.choice(["open", "stop", "launch", "launch", "launch", "retire", "retire", "lease", "extend"])
         live = list(both[0].jobs)
         assert live == list(both[1].jobs)
         if act == "open" and both[0].lanes.any_free:
@@ -97,6 +97,10 @@ def test_a_batch_used_again_plans_what_one_made_anew_would(seed: int) -> None:
             job_of, limit = rng.choice(live), rng.randint(1, 63)
             for bench in both:
                 bench.lanes.lease(bench.jobs[job_of], limit)
+        elif act == "extend" and live:
+            lengthened, first, ids = rng.choice(live), rng.randint(0, 15), [rng.randrange(400) for _ in range(3)]
+            for bench in both:
+                bench.lanes.set_table(bench.jobs[lengthened].lane, first, ids)
         elif act == "launch" and len(both[0].flights) < 2:
             both[1].planner._steady = None
             reused += both[0].planner._steady is not None
