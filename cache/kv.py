@@ -206,6 +206,9 @@ class PagedKVCache:
         blocks = -(-length // self.block_size)
         if length < 0 or table_ids.shape[0] < blocks:
             raise KVError(f"{table_ids.shape[0]} blocks of {self.block_size} do not cover length {length}")
+        if length == 0:  # nothing that a later write must wait for
+            none = mx.zeros((0, *self.layers[layer]), self.dtype)
+            return none, none
         ids = _array(table_ids[:blocks])
         self._settle(layer)
         k, v = (pool[ids].reshape(-1, *pool.shape[2:])[:length] for pool in (self._k[layer], self._v[layer]))

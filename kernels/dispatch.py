@@ -349,8 +349,11 @@ def _no_order(dtype: mx.Dtype) -> mx.array:
 
 
 def _order(order: mx.array | None, dtype: mx.Dtype) -> mx.array:
-    """An array that a kernel can take only after `order`: one of the pools' dtype, since that is compiled in."""
-    if order is None:
+    """An array that a kernel can take only after `order`: one of the pools' dtype, since that is compiled in.
+
+    An empty array orders nothing: nothing was read or written.
+    """
+    if order is None or order.size == 0:
         return _no_order(dtype)
     if order.size < 8:
         order = mx.broadcast_to(order.reshape(-1)[:1], (8,))
@@ -359,6 +362,8 @@ def _order(order: mx.array | None, dtype: mx.Dtype) -> mx.array:
 
 def _after(indices: mx.array, order: mx.array) -> mx.array:
     """`indices` unchanged, by a kernel that takes `order`: what is gathered by them is gathered after `order`."""
+    if order.size == 0:
+        return indices
     never = mx.isnan(order.reshape(-1)[:1]) & False
     return indices + never.astype(indices.dtype)
 

@@ -159,6 +159,9 @@ def test_every_access_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) 
     kv.write(1, one, one, slot)
     assert seen[0] is None and seen[1] is token and seen[2] is out and seen[3] is token
     assert seen[4] is not None and seen[4] is not token and seen[5] is None
+    kv.read(0, slot, 0)
+    kv.write(0, one, one, slot)
+    assert seen[6] is token, "who reads nothing is waited for by nobody, and hides no other access"
 
 
 def test_a_copy_is_independent_of_its_source() -> None:

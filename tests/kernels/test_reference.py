@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagefork.kernels import Rope, linear, paged_attention, prefill_attention, rope_and_write, write_kv
+from pagefork.kernels import Rope, dispatch, linear, paged_attention, prefill_attention, rope_and_write, write_kv
+from pagefork.kernels.device import Device
 
 from .oracle import STRAY, attend, error, multiply, random_case, rotate, rounded, softmax, to_mlx, to_numpy
 
@@ -219,7 +220,8 @@ def test_a_product_norms_before_and_gates_and_adds_after(options: str) -> None:
     shapes = {"x": (3, 40), "weights": (32, 40), "gain": (40,), "bias": (32,), "add": (3, 16 if glu else 32)}
     arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items() if name in f"x weights {options}"}
     found = linear(**{name: to_mlx(array, mx.float32) for name, array in arrays.items()}, eps=0.1, glu=glu)
-    assert error(found, multiply(**arrays, eps=0.1, glu=glu)) <= 1e-5
+    exact = mx.default_device().type != mx.gpu  # on CUDA MLX multiplies float32 in TF32
+    assert error(found, multiply(**arrays, eps=0.1, glu=glu)) <= (1e-5 if exact else 2e-3)
 
 
 @pytest.mark.parametrize("wrong", ["weights", "gain", "bias", "add"])
@@ -228,3 +230,12 @@ def test_a_product_of_shapes_that_do_not_fit_is_refused(wrong: str) -> None:
     shapes[wrong] = (*shapes[wrong][:-1], shapes[wrong][-1] - 8)
     with pytest.raises(ValueError, match=f"`{wrong}` of a product"):
         linear(**{name: mx.zeros(shape) for name, shape in shapes.items()})
+
+
+def test_an_empty_order_orders_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "device", lambda: Device("reference", "some GPU", 1))
+    pool, row = mx.zeros((2, 4, 1, 8)), mx.ones((1, 1, 8))
+    k, _, _ = write_kv(pool, pool, row, row, mx.array([5]), order=mx.zeros((0, 8)))
+    assert mx.array_equal(k[1, 1], row[0])
+    out = paged_attention(row, k, k, mx.array([[1]]), mx.array([2]), scale=1.0, order=mx.zeros((0,)))
+    assert out.shape == (1, 1, 8)

@@ -22,6 +22,8 @@ from stress_view import LiveView, NoView, Picture, PlainView
 
 from pagefork.cache.blocks import BlockPool
 from pagefork.cache.ledger import Grant, Ledger
+from pagefork.kernels import dispatch
+from pagefork.kernels.device import Device
 from pagefork.runtime import Runtime
 from pagefork.runtime.actor import Envelope
 from pagefork.runtime.allocator import Allocator
@@ -272,3 +274,11 @@ def test_the_pool_is_shown() -> None:
     assert "used 60/100 (20 shared, 10 cached)  waiting 3  preempted 5  321 tokens/s" in plain.getvalue()
     for part in ("1,234 operations", "shared 20", "cached 10", "3 waiting", "5 preempted", "321 tokens/s"):
         assert part in live.getvalue()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gpu_whose_kernels_cannot_be_used_is_as_good(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There MLX's own operations must be told, as kernels are, what they come after."""
+    monkeypatch.setattr(dispatch, "device", lambda: Device("reference", "some GPU", 1))
+    found = in_process("--ops", "500", "--seed", "3", *EVERYTHING, backend=backend)
+    assert found["ok"] and found["tokens"] and found["content_errors"] == found["leaked_blocks"] == 0
