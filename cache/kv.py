@@ -91,6 +91,8 @@ class PagedKVCache:
         if k.shape != expected or v.shape != expected or k.dtype != self.dtype or v.dtype != self.dtype:
             given = f"{k.shape} {k.dtype} and {v.shape} {v.dtype}"
             raise KVError(f"layer {layer} takes {self.dtype} rows of shape {expected}, not {given}")
+        if not slots.shape[0] and (copies is None or not copies.shape[0]):
+            return  # and what was to be waited for still is
         before = self._order[layer]
         copied = None if copies is None else _array(copies)
         *written, order = kernels.write_kv(self._k[layer], self._v[layer], k, v, _array(slots), copied, before)
@@ -103,6 +105,8 @@ class PagedKVCache:
 
         Returns the rotated queries, `[rows, heads, head_dim]`. `slots`, `positions` int32 `[rows]`.
         """
+        if not slots.shape[0]:
+            return mx.zeros((0, heads, self.layers[layer][1]), self.dtype)
         pools, before = (self._k[layer], self._v[layer]), self._order[layer]
         *written, q, order = kernels.rope_and_write(*pools, qkv, slots, positions, heads=heads, rope=rope, order=before)
         self._keep(layer, written, order)
@@ -147,7 +151,7 @@ class PagedKVCache:
             max_length=max_length,
             order=self._order[layer],
         )
-        self._order[layer] = out
+        self._order[layer] = out if out.size else self._order[layer]
         return out
 
     def prefill(
@@ -178,7 +182,7 @@ class PagedKVCache:
             softcap=softcap,
             order=self._order[layer],
         )
-        self._order[layer] = out
+        self._order[layer] = out if out.size else self._order[layer]
         return out
 
     def pending(self) -> list[mx.array]:

@@ -134,7 +134,8 @@ def paged_attention(
 ) -> mx.array:
     """Attend each row of `q` to the blocks of its own table: `reference.paged_attention` says the shapes.
 
-    `order`: what `write_kv` returned for the rows that are read. The result is the `order` of this layer's next write.
+    `order`: what `write_kv` returned for the rows that are read. The result is the `order` of this layer's next write;
+    of no rows it is empty and orders nothing, so keep the one you had.
     On CUDA take `lengths` of one or two rows from a longer array: MLX keeps arrays of at most 8 bytes where the host
     can reach them, and a launch waits 20 us for them (docs/cuda.md).
     """
@@ -207,7 +208,7 @@ def linear(
     """A product of few rows with what stands around it in a layer: `reference.linear` says what, and the shapes.
 
     On CUDA one launch where `can_multiply`, that reads the weights once and about as fast as memory gives them; MLX's
-    own operations elsewhere. `x` and `weights` must begin at a multiple of 16 bytes, as whole arrays do.
+    own operations elsewhere. `x`, `weights` and `gain` must begin at a multiple of 16 bytes, as whole arrays do.
 
     :raises ValueError: if the shapes do not fit each other, or on CUDA the dtypes are not one.
     """
@@ -226,9 +227,10 @@ def linear(
 
 
 def land(target: mx.array, arrays: Sequence[mx.array]) -> mx.array:
-    """Copy arrays of 4-byte values one behind the other into `target`, int32 of one axis, in place: CUDA alone.
+    """Copy arrays of 4-byte values, of any shapes, one behind the other into `target` int32 `[n]`, in place; on CUDA.
 
-    For what the host reads while later steps are under way. Returns an array that is there once the copies are.
+    For what the host reads while later steps are under way. Returns an array that is there once the copies are; until
+    then `target` must neither be read nor used again.
 
     :raises ValueError: where there are no CUDA kernels, if `target` is too small, or for values of other sizes.
     """

@@ -83,7 +83,7 @@ class Pools:
 class Linear:
     """What is compiled into a product of few rows: what is done before and after it, see `linear`.
 
-    `norm`: how many inputs it has where they are normed, else 0.
+    `norm`: how many inputs it has where they are normed, else 0; a thread holds the vectors of so many.
     """
 
     dtype: mx.Dtype

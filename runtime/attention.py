@@ -35,8 +35,8 @@ def arrays_of(plan: StepPlan, previous: mx.array, transfer: Transfer) -> Arrays:
     if not plan.only_decodes:
         given += [plan.rows, *(segment.table for segment in plan.segments)]
     fed = _fed(plan, previous)
-    positions, slots, tables, lengths, *rest = transfer.send([*given, *fed])
-    rest, tokens = rest[: len(rest) - len(fed)], rest[len(rest) - len(fed) :]
+    sent = transfer.send([*fed, *given])
+    tokens, (positions, slots, tables, lengths, *rest) = sent[: len(fed)], sent[len(fed) :]
     rows, segments = (None, ()) if plan.only_decodes else (rest[0], rest[1:])
     if len(tokens) == 2:
         tokens = [mx.concatenate([tokens[0], previous])[tokens[1]]]

@@ -35,8 +35,10 @@ class Segment:
 class StepPlan(Struct, frozen=True):
     """One forward pass over `[T]` flattened tokens: first `[D]` decode rows, then the prompt chunks.
 
+    Its arrays may be another plan's too: only read them.
+
     tokens, positions, slots: int32 `[T]`. feed: int32 `[D]`, the row among the previous step's sampled ids that
-    is this row's token, or -1; empty where no row takes one. tables: int32 `[D, max_blocks]`; lengths: int32 `[D]`.
+    is this row's token, or -1; empty where no step is in flight. tables: int32 `[D, max_blocks]`; lengths: int32 `[D]`.
     copies: int32 `[n, 3]`. rows: int32 `[R]`, those that need logits; sampling: one entry for each of them. topk: how
     many alternatives to report for each of the `rows`, 0 for none.
     """

@@ -8,11 +8,16 @@ class PageforkError(Exception):
 
 
 def own(error: BaseException) -> BaseException:
-    """An error for one of the tasks that it is raised in: a copy, since one object keeps the tracebacks of all."""
+    """An error for one of the tasks that it is raised in: a copy, since one object keeps the tracebacks of all.
+
+    It is made without `__init__`. Errors of others come back as they are.
+    """
     if not isinstance(error, PageforkError):
         return error
     copy = type(error).__new__(type(error), *error.args)
     copy.__dict__.update(error.__dict__)
+    if hasattr(error, "__notes__"):
+        copy.__notes__ = list(error.__notes__)
     copy.__cause__, copy.__suppress_context__ = error.__cause__, error.__suppress_context__
     return copy
 

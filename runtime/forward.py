@@ -57,7 +57,7 @@ class Engine:
         logits = self._decode(arrays) if self._traces is not None and plan.only_decodes else self._run(plan, arrays)
         arrival = None
         if len(plan.rows):
-            out = choose(logits, plan.sampling, plan.topk, self._transfer.send)
+            out = choose(logits, plan.sampling, plan.topk, self._transfer)
             self._previous = out[0]
             arrival = self._transfer.receive(out)
         pending = self._kv.pending()
@@ -76,8 +76,8 @@ class Engine:
         return np.array(k.astype(mx.float32)), np.array(v.astype(mx.float32))
 
     def close(self) -> None:
-        self._transfer.close()
         self._model.restore()
+        self._transfer.close()
 
     def _decode(self, given: Arrays) -> mx.array:
         """Logits of a step of decodes alone, from a trace. The pools are constants of it: they are written in place."""

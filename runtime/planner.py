@@ -45,14 +45,14 @@ class Batch:
         self.positions = lanes.position[self.decodes]
         self.longest = int(self.positions.max(initial=0)) + 1
         self._lanes = lanes
-        self._tables = NO_COPIES
-        self._seen = (-1, 0)
+        self._tables: Ints | None = None
+        self._written = (0, 0)  # what the tables were made from: how often lanes' were edited, and their width
 
     def tables(self) -> Ints:
         """The tables of its decodes, wide enough for the longest: the same array while none changes."""
-        seen = (self._lanes.edits, self._lanes.width(self.longest))
-        if seen != self._seen:
-            self._seen, self._tables = seen, self._lanes.tables[self.decodes, : seen[1]]
+        written = (self._lanes.edits, self._lanes.width(self.longest))
+        if self._tables is None or written != self._written:
+            self._written, self._tables = written, self._lanes.tables[self.decodes, : written[1]]
         return self._tables
 
     def advance(self, positions: Ints) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-_MASK64 = (1 << 64) - 1
+from pagefork.runtime.transfer import Transfer
 
-Send = Callable[[list[npt.NDArray[Any]]], list[mx.array]]
-"""Brings arrays of 4-byte values to the device."""
+_MASK64 = (1 << 64) - 1
+_PLAIN = Transfer()
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,7 @@ def row_keys(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.integer]) -
     return np.stack([z >> np.uint64(32), z & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32)
 
 
-def _send(given: list[npt.NDArray[Any]]) -> list[mx.array]:
-    return [mx.array(array) for array in given]
-
-
-def choose(logits: mx.array, sampling: Sampling, topk: int = 0, send: Send = _send) -> tuple[mx.array, ...]:
+def choose(logits: mx.array, sampling: Sampling, topk: int = 0, transfer: Transfer = _PLAIN) -> tuple[mx.array, ...]:
     """A token for each row of `logits` `[rows, vocab]`: ids int32 and log-probabilities float32 `[rows]`.
 
     With `topk`, the ids and log-probabilities of the most likely tokens follow, `[rows, topk]`, best first.
@@ -71,12 +65,12 @@ def choose(logits: mx.array, sampling: Sampling, topk: int = 0, send: Send = _se
     if sampling.greedy and not topk:
         return _most_likely(logits), mx.max(logits, axis=-1) - mx.logsumexp(logits, axis=-1)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    ids = sample(logits, total, sampling, send)
+    ids = sample(logits, total, sampling, transfer)
     chosen = (ids, (mx.take_along_axis(logits, ids[:, None], axis=-1) - total).squeeze(-1))
     return chosen + best(logits - total, topk) if topk else chosen
 
 
-def sample(logits: mx.array, total: mx.array, sampling: Sampling, send: Send = _send) -> mx.array:
+def sample(logits: mx.array, total: mx.array, sampling: Sampling, transfer: Transfer = _PLAIN) -> mx.array:
     """One token id per row, int32 `[rows]`, from float32 logits `[rows, vocab]` and their logsumexp `[rows, 1]`.
 
     Gumbel-max (Gumbel 1954): every operation is row by row, so a row's token does not depend on its batch.
@@ -89,7 +83,7 @@ def sample(logits: mx.array, total: mx.array, sampling: Sampling, send: Send = _
     top_p = np.where(sampling.top_p < 1, sampling.top_p, 2).astype(np.float32)
     top_k = np.where(sampling.top_k > 0, sampling.top_k, logits.shape[-1]).astype(np.int32)
     given = [array[:, None] for array in (sampling.temperature, top_p, top_k, sampling.min_p)]
-    temperature, *limits, keys = send([*given, sampling.keys])
+    temperature, *limits, keys = transfer.send([*given, sampling.keys])
     kept = _filtered(logprobs, sampling, *limits)
     noise = mx.vmap(lambda key: mx.random.gumbel((logprobs.shape[-1],), key=key))(keys)
     drawn = mx.argmax(kept / mx.maximum(temperature, 1e-6) + noise, axis=-1).view(mx.int32)

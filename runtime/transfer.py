@@ -19,7 +19,7 @@ _PAGE = 1 << 16
 
 
 class Arrival:
-    """What is on its way to the host: `pending` must be evaluated, and then `read`."""
+    """Arrays on their way to the host: `pending` may be queued with what else a step computes, and `read` waits."""
 
     def __init__(self, arrays: Sequence[mx.array]) -> None:
         self.pending = list(arrays)
@@ -32,18 +32,18 @@ class Transfer:
     """As MLX does it: an array is made from the host's and another is copied to it."""
 
     def begin(self) -> None:
-        """Another step begins; at most so many are under way as was said at the start."""
+        """Call this before a step's first `send`: memory of a step that was collected may be used again."""
 
     def send(self, given: Sequence[Host]) -> list[mx.array]:
-        """Arrays of 4-byte values on the device."""
+        """The same on the device; int32, uint32 or float32 of any shape."""
         return [mx.array(array) for array in given]
 
     def receive(self, arrays: Sequence[mx.array]) -> Arrival:
-        """Arrays of 4-byte values on the device, to be read by the host."""
+        """The same to be read by the host; int32 or float32 of any shape."""
         return Arrival(arrays)
 
     def close(self) -> None:
-        """Give back what it holds. Nothing is under way."""
+        """No more is sent or received; steps may still be under way."""
 
 
 class CudaTransfer(Transfer):
@@ -55,7 +55,8 @@ class CudaTransfer(Transfer):
     """
 
     def __init__(self, steps: int) -> None:
-        self._slots = [(_HostArray(), _HostArray()) for _ in range(steps + 1)]
+        """So many steps may be under way: one is collected before one more begins."""
+        self._slots = [(_HostArray(), _HostArray()) for _ in range(steps)]
         self._zero = mx.array(0)
         self._turn = self._used = 0
 
@@ -110,22 +111,22 @@ class _HostArray:
     """An array that the host and the device see, of at least the size that was asked for last."""
 
     def __init__(self) -> None:
-        self._array: mx.array | None = None
-        self._view = np.zeros(0, np.int32)
+        self._hold(1)
 
     def sized(self, count: int) -> tuple[mx.array, Host]:
-        if self._array is None or self._view.size < count:
+        if self._view.size < count:
             self.close()
-            pages = -(-max(count * 4, 2 * self._view.nbytes) // _PAGE)
-            self._array = mx.array(np.zeros(pages * _PAGE // 4, np.int32))
-            self._view = np.array(self._array, copy=False)
-            keep_in_host(self._view.ctypes.data, self._view.nbytes)
+            self._hold(max(count, 2 * self._view.size))
         return self._array, self._view
 
     def close(self) -> None:
-        if self._array is not None:
-            keep_in_host(self._view.ctypes.data, self._view.nbytes, False)
-            self._array = None
+        keep_in_host(self._view.ctypes.data, self._view.nbytes, False)
+
+    def _hold(self, count: int) -> None:
+        pages = -(-count * 4 // _PAGE)
+        self._array = mx.array(np.zeros(pages * _PAGE // 4, np.int32))
+        self._view = np.array(self._array, copy=False)
+        keep_in_host(self._view.ctypes.data, self._view.nbytes)
 
 
 def transfer(steps: int) -> Transfer:
@@ -133,10 +134,14 @@ def transfer(steps: int) -> Transfer:
     if device().backend != "cuda":
         return Transfer()
     cuda = CudaTransfer(steps)
-    if cuda.works():
+    try:
+        problem = "" if cuda.works() else "other values come back"
+    except Exception as error:  # a kernel that does not compile
+        problem = repr(error)
+    if not problem:
         return cuda
     cuda.close()
-    log.warning("a step's arrays do not come back from the device through the host's memory: taking MLX's own way")
+    log.warning("a step's arrays take MLX's slow way to and from the device", problem=problem)
     return Transfer()
 
 

@@ -145,10 +145,14 @@ def test_every_access_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) 
 
     def paged_attention(q, k_pool, v_pool, tables, lengths, *, scale, order=None, **options):  # type: ignore[no-untyped-def]
         seen.append(order)
-        return out
+        return out if q.size else q
+
+    def prefill_attention(q, *_, **options):  # type: ignore[no-untyped-def]
+        return q
 
     monkeypatch.setattr(kernels, "write_kv", write_kv)
     monkeypatch.setattr(kernels, "paged_attention", paged_attention)
+    monkeypatch.setattr(kernels, "prefill_attention", prefill_attention)
     one, slot = mx.zeros((1, 1, 2)), np.array([0], dtype=np.int32)
     kv.write(0, one, one, slot)
     kv.attend(0, one, slot[None], slot, scale=1.0)
@@ -159,9 +163,19 @@ def test_every_access_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) 
     kv.write(1, one, one, slot)
     assert seen[0] is None and seen[1] is token and seen[2] is out and seen[3] is token
     assert seen[4] is not None and seen[4] is not token and seen[5] is None
-    kv.read(0, slot, 0)
-    kv.write(0, one, one, slot)
-    assert seen[6] is token, "who reads nothing is waited for by nobody, and hides no other access"
+    none, rope = mx.array(slot[:0]), kernels.Rope(2, base=1e4)
+    for nothing in (
+        lambda: kv.read(0, slot, 0),
+        lambda: kv.attend(0, one[:0], mx.zeros((0, 1), mx.int32), none, scale=1.0),
+        lambda: kv.prefill(0, one[:0], mx.array(slot), 0, scale=1.0),
+        lambda: kv.write(0, one[:0], one[:0], none),
+        lambda: kv.rope_and_write(0, one[:0, 0], none, none, heads=1, rope=rope),
+    ):
+        token = mx.array([1])
+        kv.write(0, one, one, slot)
+        nothing()
+        kv.write(0, one, one, slot)
+        assert seen[-1] is token, "what reads or writes nothing is waited for by nobody, and hides no other access"
 
 
 def test_a_copy_is_independent_of_its_source() -> None:

@@ -322,9 +322,7 @@ PRODUCTS = [(64, 16), (576, 1536), (1096, 48), (4096, 8192), (8192, 64), (14336,
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="on Metal MLX's own products are used")
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("inputs", "outputs"), [(64, 16), (576, 1536), (1096, 48), (4096, 8192), (8192, 64), (14336, 272)]
-)
+@pytest.mark.parametrize(("inputs", "outputs"), PRODUCTS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_products_of_few_rows(dtype: mx.Dtype, inputs: int, outputs: int, rows: int) -> None:
     if not can_multiply(Linear(dtype), rows, inputs, outputs):
@@ -379,12 +377,14 @@ def test_arrays_land_one_behind_the_other(rows: int) -> None:
     assert (found[5 * rows :] == -1).all()
 
 
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="nothing lands there")
 def test_bad_landings_are_refused() -> None:
     target, three = mx.zeros((4,), dtype=mx.int32), mx.zeros((3,))
-    for place, arrays in (
-        (target, [three, three]),
-        (target.astype(mx.float32), [three]),
-        (target, [three.astype(mx.float16)]),
+    for place, arrays, why in (
+        (target, [three, three], "cannot land"),
+        (target.astype(mx.float32), [three], "cannot land"),
+        (target[None], [three], "cannot land"),
+        (target, [three.astype(mx.float16)], "4 bytes"),
     ):
-        with pytest.raises(ValueError, match="land"):
+        with pytest.raises(ValueError, match=why):
             land(place, arrays)

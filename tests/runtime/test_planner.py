@@ -79,7 +79,7 @@ def test_a_batch_used_again_plans_what_one_made_anew_would(seed: int) -> None:
     both = Bench(5), Bench(5)
     owner = reused = 0
     for _ in range(300):
-        act = rng.choice(["open", "stop", "launch", "launch", "launch", "retire", "retire", "lease", "extend"])
+        act = rng.choice(["open", "stop", "launch", "launch", "launch", "retire", "retire", "lease", "extend", "park"])
         live = list(both[0].jobs)
         assert live == list(both[1].jobs)
         if act == "open" and both[0].lanes.any_free:
@@ -101,6 +101,11 @@ def test_a_batch_used_again_plans_what_one_made_anew_would(seed: int) -> None:
             lengthened, first, ids = rng.choice(live), rng.randint(0, 15), [rng.randrange(400) for _ in range(3)]
             for bench in both:
                 bench.lanes.set_table(bench.jobs[lengthened].lane, first, ids)
+        elif act == "park":
+            idle = both[0].lanes.idle().tolist()
+            for bench in both if idle else ():
+                del bench.jobs[bench.planner.job(idle[0]).submit.owner]
+                bench.lanes.close(idle[0])
         elif act == "launch" and len(both[0].flights) < 2:
             both[1].planner._steady = None
             reused += both[0].planner._steady is not None

@@ -222,6 +222,8 @@ async def test_each_task_gets_an_error_of_its_own() -> None:
                 group.start_soon(read, await rt.sequence(PROMPT))
     assert len({id(error) for error in errors}) == 5 and len({str(error) for error in errors}) == 1
     assert all(error.__cause__ is errors[0].__cause__ is not None for error in errors)
+    errors[0].add_note("of one task")
+    assert not any(getattr(error, "__notes__", []) for error in errors[1:])
     depths = [len(traceback.extract_tb(error.__traceback__)) for error in errors]
     assert max(depths) <= min(depths) + 4
 

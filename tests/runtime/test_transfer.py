@@ -6,12 +6,15 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
+import anyio
 import mlx.core as mx
 import numpy as np
 import pytest
+import toy_model
 
 from pagefork import kernels
-from pagefork.runtime import transfer
+from pagefork.kernels.device import Device
+from pagefork.runtime import Runtime, SamplingParams, forward, transfer
 from pagefork.runtime.attention import arrays_of
 from pagefork.runtime.engine import Segment, StepPlan
 from pagefork.runtime.planner import NO_COPIES
@@ -65,7 +68,7 @@ def test_each_step_finds_what_was_sent_for_it_however_late_it_runs(seed: int, ad
         given = some(rng)
         arrays = way.send(given[:4]) + way.send(given[4:])
         flights.append((given, arrays))
-    assert 0 < len(advice) <= steps + 1
+    assert len(advice) == 2 * steps
     way.close()
     assert not advice
 
@@ -88,10 +91,71 @@ def test_what_lands_is_read_after_later_steps_have_begun(seed: int, advice: list
     assert not advice
 
 
-def test_a_way_that_loses_values_is_noticed(advice: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CudaTransfer(1).works()
-    monkeypatch.setattr(kernels, "land", lambda target, arrays: land(target, [array + 1 for array in arrays]))
-    assert not CudaTransfer(1).works()
+def loses(target: mx.array, arrays: Sequence[mx.array]) -> mx.array:
+    return land(target, [array + 1 for array in arrays])
+
+
+def fails(target: mx.array, arrays: Sequence[mx.array]) -> mx.array:
+    raise RuntimeError("it does not compile")
+
+
+def test_a_way_that_does_not_work_is_not_taken(advice: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "device", lambda: Device("cuda", "some GPU", 1))
+    assert isinstance(transfer.transfer(2), CudaTransfer)
+    advice.clear()
+    for broken, problem in ((loses, "other values"), (fails, "does not compile")):
+        monkeypatch.setattr(kernels, "land", broken)
+        caplog.clear()
+        assert type(transfer.transfer(2)) is Transfer
+        assert problem in caplog.text and not advice
+
+
+class Recorded(CudaTransfer):
+    """Says what was asked of it."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.calls = ""
+
+    def begin(self) -> None:
+        self.calls += " "
+        super().begin()
+
+    def send(self, given: Sequence[np.ndarray]) -> list[mx.array]:
+        self.calls += "s"
+        return super().send(given)
+
+    def receive(self, arrays: Sequence[mx.array]) -> transfer.Arrival:
+        self.calls += "r"
+        return super().receive(arrays)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_the_engine_sends_and_receives_each_step_on_its_own(
+    temperature: float, advice: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=5, ignore_eos=True)
+
+    async def said() -> tuple[list[int], list[tuple[int, float]]]:
+        async with Runtime.open((toy_model.ToyModel(), None), blocks=64, block_size=4) as rt:
+            seq = await rt.sequence([1, 2, 3, 4, 5])
+            best = await seq.topk(3)
+            return [step.token async for step in seq.generate(params)], best
+
+    with anyio.fail_after(60):
+        expected = await said()
+        ways: list[Recorded] = []
+
+        def recorded(steps: int) -> Recorded:
+            ways.append(Recorded(steps))
+            return ways[-1]
+
+        monkeypatch.setattr(forward, "transfer", recorded)
+        assert await said() == expected
+    steps = ways[0].calls.split()
+    assert steps[-1] == ("ssr" if temperature else "sr") and set(steps) <= {"s", "sr", "ssr"} and len(steps) >= 12
+    assert not advice, "closed with its runtime"
 
 
 def plan(tokens: list[int], feed: list[int], chunk: int = 0) -> StepPlan:
