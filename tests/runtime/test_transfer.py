@@ -99,7 +99,9 @@ def fails(target: mx.array, arrays: Sequence[mx.array]) -> mx.array:
     raise RuntimeError("it does not compile")
 
 
-def test_a_way_that_does_not_work_is_not_taken(advice: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_that_does_not_work_is_not_taken(
+    advice: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(transfer, "device", lambda: Device("cuda", "some GPU", 1))
     assert isinstance(transfer.transfer(2), CudaTransfer)
     advice.clear()
