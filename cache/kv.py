@@ -91,8 +91,6 @@ class PagedKVCache:
         if k.shape != expected or v.shape != expected or k.dtype != self.dtype or v.dtype != self.dtype:
             given = f"{k.shape} {k.dtype} and {v.shape} {v.dtype}"
             raise KVError(f"layer {layer} takes {self.dtype} rows of shape {expected}, not {given}")
-        if not slots.shape[0] and (copies is None or not copies.shape[0]):
-            return  # and what was to be waited for still is
         before = self._order[layer]
         copied = None if copies is None else _array(copies)
         *written, order = kernels.write_kv(self._k[layer], self._v[layer], k, v, _array(slots), copied, before)
@@ -105,8 +103,6 @@ class PagedKVCache:
 
         Returns the rotated queries, `[rows, heads, head_dim]`. `slots`, `positions` int32 `[rows]`.
         """
-        if not slots.shape[0]:
-            return mx.zeros((0, heads, self.layers[layer][1]), self.dtype)
         pools, before = (self._k[layer], self._v[layer]), self._order[layer]
         *written, q, order = kernels.rope_and_write(*pools, qkv, slots, positions, heads=heads, rope=rope, order=before)
         self._keep(layer, written, order)
@@ -151,7 +147,7 @@ class PagedKVCache:
             max_length=max_length,
             order=self._order[layer],
         )
-        self._order[layer] = out if out.size else self._order[layer]
+        self._wait_for(layer, out)
         return out
 
     def prefill(
@@ -182,7 +178,7 @@ class PagedKVCache:
             softcap=softcap,
             order=self._order[layer],
         )
-        self._order[layer] = out if out.size else self._order[layer]
+        self._wait_for(layer, out)
         return out
 
     def pending(self) -> list[mx.array]:
@@ -210,14 +206,11 @@ class PagedKVCache:
         blocks = -(-length // self.block_size)
         if length < 0 or table_ids.shape[0] < blocks:
             raise KVError(f"{table_ids.shape[0]} blocks of {self.block_size} do not cover length {length}")
-        if length == 0:  # nothing that a later write must wait for
-            none = mx.zeros((0, *self.layers[layer]), self.dtype)
-            return none, none
         ids = _array(table_ids[:blocks])
         self._settle(layer)
         k, v = (pool[ids].reshape(-1, *pool.shape[2:])[:length] for pool in (self._k[layer], self._v[layer]))
         # An in-place write must come after both gathers, and takes one array to wait for.
-        self._order[layer] = mx.concatenate([k.reshape(-1)[:1], v.reshape(-1)[:1]])
+        self._wait_for(layer, mx.concatenate([k.reshape(-1)[:1], v.reshape(-1)[:1]]))
         return k, v
 
     def copy(self) -> PagedKVCache:
@@ -237,9 +230,14 @@ class PagedKVCache:
         """Take what a write returned."""
         # A write that returns new pools orders its readers through them. To keep the pool as `order` too would
         # pin the old one and turn the next write into a copy.
-        in_place = order is not self._order[layer] and order is not pools[0]
+        in_place = pools[0] is self._k[layer] and order is not pools[0]
         self._k[layer], self._v[layer] = pools
         self._order[layer] = self._written[layer] = order if in_place else None
+
+    def _wait_for(self, layer: int, read: mx.array) -> None:
+        """The layer's next write comes after what was read; nothing was where it is empty."""
+        if read.size:
+            self._order[layer] = read
 
     def _settle(self, layer: int) -> None:
         # A plain MLX operation names the pool and not the write, so only evaluation orders it after one in place.

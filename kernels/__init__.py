@@ -4,13 +4,13 @@ from pagefork.kernels.dispatch import (
     can_multiply,
     can_rotate,
     in_place,
-    land,
     linear,
     paged_attention,
     prefill_attention,
     rope_and_write,
     write_kv,
 )
+from pagefork.kernels.host import land
 from pagefork.kernels.spec import Attention, Linear, Rope, Rotation
 from pagefork.kernels.verify import KernelMismatch, Result, prepare, selftest
 

@@ -12,8 +12,6 @@ from pagefork.kernels import metal
 
 _MULTIPROCESSORS = 16  # CUdevice_attribute values
 _SHARED_MEMORY_OPT_IN = 97
-_PREFER, _PREFER_NO_MORE, _MAP, _MAP_NO_MORE = 3, 4, 5, 6  # CUmem_advise values
-_HOST, _DEVICE = -1, 0
 
 
 @dataclass(frozen=True)
@@ -50,17 +48,6 @@ def _gpu() -> Device:
     if mx.cuda.is_available():
         return Device("cuda", name, *_cuda_limits())
     return Device("reference", name, 1)
-
-
-def keep_in_host(pointer: int, nbytes: int, keep: bool = True) -> None:
-    """Keep pages of managed memory in the host, where the CUDA device reaches them too; or no more.
-
-    Else they move to whoever touches them, which he waits for. Where the driver refuses, they do as before.
-    """
-    driver = ctypes.CDLL("libcuda.so.1")
-    advice = ((_PREFER, _HOST), (_MAP, _DEVICE)) if keep else ((_PREFER_NO_MORE, _HOST), (_MAP_NO_MORE, _DEVICE))
-    for what, where in advice:
-        driver.cuMemAdvise(ctypes.c_uint64(pointer), ctypes.c_size_t(nbytes), what, where)
 
 
 def _cuda_limits() -> tuple[int, int]:

@@ -226,24 +226,6 @@ def linear(
     return launch(arrays | {"params": _params(eps, 0.0, 0.0)})["y"]
 
 
-def land(target: mx.array, arrays: Sequence[mx.array]) -> mx.array:
-    """Copy arrays of 4-byte values, of any shapes, one behind the other into `target` int32 `[n]`, in place; on CUDA.
-
-    For what the host reads while later steps are under way. Returns an array that is there once the copies are; until
-    then `target` must neither be read nor used again.
-
-    :raises ValueError: where there are no CUDA kernels, if `target` is too small, or for values of other sizes.
-    """
-    flat = [array.reshape(-1) for array in arrays]
-    count = sum(array.size for array in flat)
-    if device().backend != "cuda" or any(array.itemsize != 4 for array in flat):
-        raise ValueError("values of 4 bytes land, on CUDA alone")
-    if target.dtype != mx.int32 or target.ndim != 1 or target.size < count:
-        raise ValueError(f"{count} values cannot land in {target.dtype} {target.shape}")
-    launch = _land_launch(tuple(array.dtype for array in flat), count)
-    return launch({"target": target, **{f"array{i}": array for i, array in enumerate(flat)}})["landed"]
-
-
 def can_multiply(case: Linear, rows: int, inputs: int, outputs: int) -> bool:
     """Whether `linear` is one launch on this device for so many rows of weights `[outputs, inputs]`."""
     return _linear_launch(device(), case, rows, inputs, outputs) is not None
@@ -328,11 +310,6 @@ def _linear_launch(target: Device, case: Linear, rows: int, inputs: int, outputs
     except ValueError:
         return None
     return Launch("cuda", spec)
-
-
-@lru_cache(maxsize=4096)
-def _land_launch(dtypes: tuple[mx.Dtype, ...], count: int) -> Launch:
-    return Launch("cuda", cuda.land_spec(dtypes, count=count))
 
 
 @lru_cache(maxsize=256)

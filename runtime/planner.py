@@ -24,8 +24,7 @@ class Batch:
     """Who is in a step, decodes first, and what follows from that alone: a batch of decodes serves for many steps.
 
     sampled: the jobs of the rows that need logits: the decodes, and the prompts whose last chunk this is. named: all
-    jobs. given: those that take some of the tokens that they came with, and how many. positions: of the decodes in the
-    step that comes next; longest: the most that one of them reads then.
+    jobs. given: those that take some of the tokens that they came with, and how many.
     """
 
     def __init__(self, lanes: Lanes, ready: list[Job], singles: list[Job], chunks: list[Chunk]) -> None:
@@ -42,23 +41,16 @@ class Batch:
         self.seeds = lanes.key[self.sampled_lanes]
         self.topk = max((job.submit.topk for job in self.sampled), default=0)
         self.name = self.decodes.tobytes()
-        self.positions = lanes.position[self.decodes]
-        self.longest = int(self.positions.max(initial=0)) + 1
         self._lanes = lanes
         self._tables: Ints | None = None
         self._written = (0, 0)  # what the tables were made from: how often lanes' were edited, and their width
 
-    def tables(self) -> Ints:
-        """The tables of its decodes, wide enough for the longest: the same array while none changes."""
-        written = (self._lanes.edits, self._lanes.width(self.longest))
+    def tables(self, longest: int) -> Ints:
+        """The tables of its decodes, wide enough for so many positions: the same array while none changes."""
+        written = (self._lanes.edits, self._lanes.width(longest))
         if self._tables is None or written != self._written:
             self._written, self._tables = written, self._lanes.tables[self.decodes, : written[1]]
         return self._tables
-
-    def advance(self, positions: Ints) -> None:
-        """Its decodes stand at the positions after."""
-        self.positions = positions
-        self.longest += 1
 
 
 class Flight(Struct, frozen=True):
@@ -129,14 +121,15 @@ class Planner:
         return singles, chunks
 
     def _assemble(self, batch: Batch) -> tuple[StepPlan, Flight]:
-        lanes, decodes, positions = self._lanes, batch.decodes, batch.positions
+        lanes, decodes = self._lanes, batch.decodes
+        positions = lanes.position[decodes]
         lengths = positions + 1
         plan = StepPlan(
             tokens=lanes.next_token[decodes],
             positions=positions,
             slots=lanes.slots(decodes, positions),
             feed=self._feed(batch) if lanes.launched > lanes.retired else UNFED,
-            tables=batch.tables(),
+            tables=batch.tables(int(lengths.max(initial=1))),
             lengths=lengths,
             segments=(),
             copies=NO_COPIES,
@@ -150,7 +143,6 @@ class Planner:
         if not batch.sampling.greedy:
             plan = replace(plan, sampling=batch.sampling.keyed(row_keys(batch.seeds, flight.ends)))
         self._depart(flight)
-        batch.advance(lengths)
         return plan, flight
 
     def _feed(self, batch: Batch) -> Ints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagefork import kernels
-from pagefork.kernels.device import device, keep_in_host
+from pagefork.kernels.device import device
+from pagefork.kernels.host import keep_in_host
 from pagefork.runtime.log import log
 
 Host = npt.NDArray[Any]
@@ -101,7 +103,7 @@ class _Landing(Arrival):
         mx.eval(self.pending)
         found, at = [], 0
         for shape, dtype in self._forms:
-            count = int(np.prod(shape))
+            count = math.prod(shape)
             found.append(self._view[at : at + count].view(dtype).reshape(shape).copy())
             at += count
         return found

@@ -169,7 +169,7 @@ def test_every_access_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) 
         lambda: kv.attend(0, one[:0], mx.zeros((0, 1), mx.int32), none, scale=1.0),
         lambda: kv.prefill(0, one[:0], mx.array(slot), 0, scale=1.0),
         lambda: kv.write(0, one[:0], one[:0], none),
-        lambda: kv.rope_and_write(0, one[:0, 0], none, none, heads=1, rope=rope),
+        lambda: kv.rope_and_write(0, mx.zeros((0, 6)), none, none, heads=1, rope=rope),
     ):
         token = mx.array([1])
         kv.write(0, one, one, slot)

@@ -110,8 +110,9 @@ async def test_prompts_share_the_chunk_first_come_first_served() -> None:
     assert done == [0, 1, 2, 3]
 
 
-async def test_steps_carry_plain_arrays_of_the_stated_kinds() -> None:
-    double = Double()
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_steps_carry_plain_arrays_of_the_stated_kinds(depth: int) -> None:
+    double = Double(depth=depth)
     with anyio.fail_after(20):
         async with runtime(double, chunk=4) as rt:
             await generate_all(rt, [[1] * 9, [2]], 4)
@@ -119,8 +120,10 @@ async def test_steps_carry_plain_arrays_of_the_stated_kinds() -> None:
         arrays = (plan.tokens, plan.positions, plan.slots, plan.feed, plan.tables, plan.lengths, plan.copies, plan.rows)
         assert all(isinstance(array, np.ndarray) and array.dtype == np.int32 for array in arrays)
         assert len(plan.tokens) == len(plan.positions) == len(plan.slots)
-        assert len(plan.feed) in (0, len(plan.lengths)) and len(plan.lengths) == len(plan.tables)
+        assert len(plan.lengths) == len(plan.tables)
+        assert len(plan.feed) == 0 or (len(plan.feed) == len(plan.lengths) and depth == 2)
         assert len(plan.rows) == len(plan.sampling.keys)
+    assert any(len(plan.feed) for plan in double.plans) == (depth == 2)
 
 
 async def test_two_steps_are_in_flight_only_where_the_engine_allows_it() -> None:
