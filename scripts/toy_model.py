@@ -22,6 +22,8 @@ VOCAB = 64
 LAYERS = 2
 HEADS = 4
 KV_HEADS = 2
+HEAD_DIM = 16
+"""The least that the kernels of a GPU take."""
 TOLERANCE = 0.02
 """How far float32 may take a log-probability from `logprobs` over some hundred tokens; wrong tokens take it farther."""
 _PRIME = 17
@@ -33,16 +35,15 @@ _TILT = 0.25
 class ToyLayer(nn.Module):
     """Attends with queries of zero; returns the weighted sum of the hashes up to each position."""
 
-    def __init__(self, layer: int, head_dim: int) -> None:
+    def __init__(self, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.head_dim = head_dim
 
     def __call__(self, tokens: mx.array, positions: mx.array, mask: Any, cache: Any) -> mx.array:
         """tokens, positions: int32 `[B, L]`; returns float32 `[B, L, 1]`."""
         keys, values = self._keys_values(tokens, positions)
         keys, values = cache.update_and_fetch(keys, values)
-        queries = mx.zeros((tokens.shape[0], HEADS, tokens.shape[1], self.head_dim))
+        queries = mx.zeros((tokens.shape[0], HEADS, tokens.shape[1], HEAD_DIM))
         out = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=1.0, mask=mask)
         # A weight for each query head, so that heads cannot change places unseen.
         weights = mx.arange(1, HEADS + 1).astype(mx.float32)[None, :, None]
@@ -53,15 +54,15 @@ class ToyLayer(nn.Module):
         head = mx.arange(KV_HEADS)[None, :, None]
         digest = (token * token + 3 * token * position + 5 * position + 11 * self.layer + 7 * head) % _PRIME
         parts = [mx.broadcast_to(part, digest.shape) for part in (token, position, mx.array(self.layer), head)]
-        padding = [mx.zeros_like(digest)] * (self.head_dim - 5)
+        padding = [mx.zeros_like(digest)] * (HEAD_DIM - 5)
         keys = mx.stack([*parts, mx.zeros_like(digest), *padding], axis=-1)
         return keys.astype(mx.float32), mx.stack([digest, *parts, *padding], axis=-1).astype(mx.float32)
 
 
 class ToyTrunk(nn.Module):
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = [ToyLayer(layer, head_dim) for layer in range(LAYERS)]
+        self.layers = [ToyLayer(layer) for layer in range(LAYERS)]
 
     def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
         mask = create_attention_mask(tokens[..., None], cache[0])
@@ -77,9 +78,9 @@ class ToyTrunk(nn.Module):
 class ToyModel(nn.Module):
     """An mlx-lm style model without a weight; give `(ToyModel(), None)` to `Runtime.open`."""
 
-    def __init__(self, head_dim: int = 8) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.model = ToyTrunk(head_dim)
+        self.model = ToyTrunk()
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -109,12 +110,10 @@ _PHASES = _POSITIONS % _PRIME
 _HEADS = np.arange(KV_HEADS, dtype=np.float32)
 
 
-def expected_kv(
-    tokens: Sequence[int], layer: int, head_dim: int = 8
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+def expected_kv(tokens: Sequence[int], layer: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """K and V that `Sequence.read_kv(layer)` must give, `[length, kv_heads, head_dim]`."""
     ids = np.array(tokens, dtype=np.int64)
-    k = np.zeros((len(ids), KV_HEADS, head_dim), dtype=np.float32)
+    k = np.zeros((len(ids), KV_HEADS, HEAD_DIM), dtype=np.float32)
     k[..., 0] = ids[:, None]
     k[..., 1] = _POSITIONS[: len(ids), None]
     k[..., 2] = layer
