@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +22,9 @@ from pagefork.runtime.sampling import Sampling
 from pagefork.runtime.tokenizer import Tokenizer
 
 Ints = npt.NDArray[np.int32]
+
+HELD_BACK = 0.001
+"""Seconds that a step's tokens may wait for those of the next: a thread is woken once for both."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,8 @@ class StepResult(Struct, frozen=True):
 class Facts:
     """What the actors need to know of an engine.
 
-    depth: steps that may be in flight. kv_bytes: those of all pools. blocks: how many it made where it was to decide.
-    window: no layer's query reads more positions than these last, its own included; None where a layer reads all.
+    depth: steps that may be on the device. kv_bytes: those of all pools. blocks: how many it made where that was its to
+    decide. window: no layer's query reads more positions than these last, its own included; None where a layer reads all.
     """
 
     name: str
@@ -117,15 +122,19 @@ class _Call:
 class EngineThread:
     """Runs an engine in a thread of its own. `post` brings messages back; it must be safe to call from there.
 
-    A step is one command, since a thread that sleeps is dear to wake: often dearer than what it is woken for.
+    Steps go in and come out several at a time where they are short, since a thread that sleeps is dear to wake: often
+    dearer than what it is woken for.
 
     `build` makes the engine inside the thread, since MLX streams belong to the thread that made them.
     """
 
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
+
     def __init__(self, build: Callable[[], StepEngine], post: Callable[[Message], None]) -> None:
         self._build = build
         self._post = post
-        self._queue: queue.SimpleQueue[tuple[list[StepPlan], bool] | _Call | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[list[StepPlan], int] | _Call | None] = queue.SimpleQueue()
+        self._flying = 0
         self._thread = threading.Thread(target=self._run, name="pagefork-engine", daemon=True)
 
     def start(self, ready: Callable[[Any, BaseException | None], None]) -> None:
@@ -133,8 +142,9 @@ class EngineThread:
         self._ready = ready
         self._thread.start()
 
-    def step(self, plans: list[StepPlan], collect: bool) -> None:
-        """Launch the plans. With `collect`, post the StepDone of the oldest launched step once it has retired."""
+    def step(self, plans: list[StepPlan], collect: int) -> None:
+        """Run the plans, and post what the `collect` oldest steps give: in one StepDone, or in several where they take
+        longer than HELD_BACK."""
         self._queue.put((plans, collect))
 
     def call(self, function: Callable[[StepEngine], Any], done: Callable[[Any, BaseException | None], None]) -> None:
@@ -185,11 +195,22 @@ class EngineThread:
                 else:
                     command.done(value, None)
                 continue
-            plans, collect = command
-            for plan in plans:
-                engine.launch(plan)
+            self._run_steps(engine, *command)
+
+    def _run_steps(self, engine: StepEngine, plans: list[StepPlan], collect: int) -> None:
+        waiting, results, since = deque(plans), list[StepResult](), self.clock()
+        while waiting or collect:
+            while waiting and (self._flying < engine.facts.depth or not collect):
+                engine.launch(waiting.popleft())
+                self._flying += 1
             if collect:
-                self._post(StepDone(engine.collect()))
+                results.append(engine.collect())
+                self._flying -= 1
+                collect -= 1
+                now = self.clock()
+                if not collect or now - since >= HELD_BACK:
+                    self._post(StepDone(results, (now - since) / len(results)))
+                    results, since = [], now
 
     def _refuse_calls(self, error: BaseException) -> None:
         """After a failure every call fails, until the stop."""

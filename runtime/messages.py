@@ -242,7 +242,10 @@ class Cancel(Message, frozen=True):
 
 
 class StepDone(Message, frozen=True):
-    result: Any
+    """What the oldest steps in flight gave, in their order, and how many `seconds` one of them took."""
+
+    results: list[Any]
+    seconds: float
 
 
 class StepFailed(Message, frozen=True):

@@ -146,10 +146,7 @@ class Planner:
         return plan, flight
 
     def _feed(self, batch: Batch) -> Ints:
-        """Where the decodes find their tokens among the ids of the step before; -1 for those that come with them.
-
-        That step is the only one that may be in flight beside the one that is planned: there are at most two.
-        """
+        """Where the decodes find their tokens among the ids of the step before; -1 for those that come with them."""
         lanes, decodes = self._lanes, batch.decodes
         feed = np.where(lanes.named[decodes] > lanes.retired, lanes.row[decodes], np.int32(-1))
         feed[batch.ready :] = -1

@@ -9,7 +9,7 @@ import anyio.lowlevel
 import msgspec
 
 from pagefork.runtime.actor import Actor, Envelope, Reply
-from pagefork.runtime.engine import EngineThread, StepResult
+from pagefork.runtime.engine import HELD_BACK, EngineThread, StepResult
 from pagefork.runtime.errors import PageforkError
 from pagefork.runtime.lanes import Job, Lanes
 from pagefork.runtime.messages import Cancel, Copied, Extend, Message, StepDone, StepFailed, Submit
@@ -19,9 +19,14 @@ from pagefork.runtime.stream import Stream
 QUIET_PASSES = 3
 """Scheduling passes without mail before a step is planned: what wakes together is batched together."""
 
+LONGEST_RUN = 8
+"""Steps of decodes alone that are planned at once, as far as HELD_BACK has room for them."""
+
 
 class Worker(Actor):
-    """`depth`: how many steps may be in flight; 2 queues a step before the last one was read.
+    """`depth`: how many steps may be on the device; 2 queues a step before the last one was read.
+
+    Steps so short that several take no longer than HELD_BACK are planned several at a time.
 
     `chunk`: how many prompt tokens a step takes beside its decodes. `copied` tells the allocator of copies done.
     """
@@ -49,7 +54,8 @@ class Worker(Actor):
         self._ending: dict[int, Job] = {}
         self._cancels: dict[int, Reply] = {}
         self._flights: deque[Flight] = deque()
-        self._collecting = False
+        self._awaited = 0  # how many of the flights the engine was asked for
+        self._run = 1
         self._changing = False
 
     @property
@@ -72,7 +78,7 @@ class Worker(Actor):
         turn when the task has its own and plans the next step, which saves a pass of the event loop."""
         if isinstance(message, StepDone) and self.dead is None:
             try:
-                self._retire(message.result)
+                self._land(message)
             except Exception as error:
                 message = StepFailed(error)
         super().post(message)
@@ -139,20 +145,32 @@ class Worker(Actor):
             self._jobs[owner] = job = self._lanes.open(*self._waiting.pop(owner))
             self._planner.add(job)
         plans = []
-        while len(self._flights) < self._depth and (planned := self._planner.next()) is not None:
+        while len(self._flights) < self._most() and (planned := self._planner.next()) is not None:
             plan, flight = planned
             plans.append(plan)
             self._flights.append(flight)
             self.steps += 1
             self.prompt_tokens += len(plan.tokens) - len(plan.lengths)
-        collect = bool(self._flights) and not self._collecting
+        collect = 0
+        if self._flights and not self._awaited:
+            self._awaited = collect = max(len(self._flights) - self._depth + 1, 1)
         if plans or collect:
-            self._collecting = True
             self._engine.step(plans, collect)
+
+    def _most(self) -> int:
+        """How many steps may be in flight: `depth`, and more if they are short and new ones of decodes alone."""
+        if self._awaited or not self._flights or self._flights[-1].batch.given:
+            return self._depth
+        return self._depth - 1 + self._run
+
+    def _land(self, done: StepDone) -> None:
+        self._awaited -= len(done.results)
+        self._run = min(max(int(HELD_BACK / max(done.seconds, 1e-9)), 1), LONGEST_RUN)
+        for result in done.results:
+            self._retire(result)
 
     def _retire(self, result: StepResult) -> None:
         """The oldest step is done: hand out its tokens, and free the lanes that nothing names any more."""
-        self._collecting = False
         flight = self._flights.popleft()
         lanes, batch = self._lanes, flight.batch
         lanes.retired += 1

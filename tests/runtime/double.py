@@ -6,6 +6,7 @@ copy changes what is generated, and `Double.greedy` says what a sequence must ge
 
 from __future__ import annotations
 
+import itertools
 import threading
 import zlib
 from collections import deque
@@ -21,8 +22,8 @@ import numpy.typing as npt
 from pagefork.cache.ledger import Ledger
 from pagefork.runtime import Runtime, supervisor
 from pagefork.runtime.api import opened
-from pagefork.runtime.engine import Facts, StepEngine, StepPlan, StepResult
-from pagefork.runtime.messages import Message, StepDone, StepFailed
+from pagefork.runtime.engine import EngineThread, Facts, StepEngine, StepPlan, StepResult
+from pagefork.runtime.messages import StepFailed
 
 VOCAB = 32
 EMPTY = -1
@@ -31,7 +32,8 @@ EMPTY = -1
 class Double:
     """A StepEngine in numpy. `fail_launch`, `fail_collect`: the number of the step to fail at; `eos`: end tokens.
 
-    `window`: a row sees the last so many tokens alone. `tell`: whether the runtime knows of it.
+    `window`: a row sees the last so many tokens alone. `tell`: whether the runtime knows of it. `seconds`: how long a
+    step takes by the clock of an InlineThread.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Double:
         max_context: int = 1 << 20,
         window: int | None = None,
         tell: bool = True,
+        seconds: float = 0.0003,
         fail_launch: int | None = None,
         fail_collect: int | None = None,
     ) -> None:
@@ -57,6 +60,7 @@ class Double:
             window=window if tell else None,
         )
         self.window = window
+        self.seconds = seconds
         self.ledger: Ledger | None = None
         self.plans: list[StepPlan] = []
         self.closed = False
@@ -206,22 +210,27 @@ class Double:
         return StepResult(ids, chosen, top.astype(np.int32), np.take_along_axis(logprobs, top, axis=1))
 
 
-class InlineThread:
+class InlineThread(EngineThread):
     """An EngineThread that runs each step at once in the event loop, so that a schedule can be repeated exactly."""
 
-    def __init__(self, build: Callable[[], StepEngine], post: Callable[[Message], None]) -> None:
-        self._build, self._post = build, post
-        self._error: BaseException | None = None
-
     def start(self, ready: Callable[[Any, BaseException | None], None]) -> None:
-        self._engine = self._build()
+        self._engine: Any = self._build()
+        self._failed = False
+        self._ticks = itertools.count()
         ready(self._engine.facts, None)
 
-    def step(self, plans: list[StepPlan], collect: bool) -> None:
-        for plan in plans:
-            self._try(lambda plan=plan: self._engine.launch(plan))
-        if collect and self._error is None and (result := self._try(self._engine.collect)) is not None:
-            self._post(StepDone(result))
+    def clock(self) -> float:
+        """Each step takes what its engine says."""
+        return next(self._ticks) * self._engine.seconds  # type: ignore[no-any-return]
+
+    def step(self, plans: list[StepPlan], collect: int) -> None:
+        if self._failed:
+            return
+        try:
+            self._run_steps(self._engine, plans, collect)
+        except Exception as error:
+            self._failed = True
+            self._post(StepFailed(error))
 
     def call(self, function: Callable[[StepEngine], Any], done: Callable[[Any, BaseException | None], None]) -> None:
         done(function(self._engine), None)
@@ -231,13 +240,6 @@ class InlineThread:
 
     def join(self, timeout: float) -> bool:
         return True
-
-    def _try(self, function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        except Exception as error:
-            self._error = error
-            self._post(StepFailed(error))
 
 
 @asynccontextmanager

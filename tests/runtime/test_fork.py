@@ -189,12 +189,15 @@ class Family:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @settings(max_examples=20, deadline=None)
-@given(actions=ACTIONS, lease=st.integers(1, 9), chunk=st.integers(1, 9))
+@given(
+    actions=ACTIONS, lease=st.integers(1, 9), chunk=st.integers(1, 9), seconds=st.sampled_from([1.0, 0.0003])
+)
 async def test_families_of_sequences_hold_what_they_were_told(
-    actions: list[tuple[str, int]], lease: int, chunk: int, depth: int
+    actions: list[tuple[str, int]], lease: int, chunk: int, seconds: float, depth: int
 ) -> None:
     with anyio.fail_after(30):
-        async with runtime(Double(depth=depth), blocks=512, lease=lease, chunk=chunk, inline=True) as rt:
+        double = Double(depth=depth, seconds=seconds)
+        async with runtime(double, blocks=512, lease=lease, chunk=chunk, inline=True) as rt:
             family = Family(await rt.sequence(PROMPT))
             for action, number in actions:
                 await family.act(action, number)

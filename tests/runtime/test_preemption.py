@@ -167,9 +167,9 @@ async def test_preempted_greedy_sequences_end_with_the_tokens_that_they_would_ha
     preemptions = 0
     with anyio.fail_after(60):
         for seed in range(12):
-            demand = Demand(seed)
+            demand, double = Demand(seed), Double(depth=depth, seconds=(1.0, 0.0003)[seed % 2])
             async with runtime(
-                Double(depth=depth), blocks=demand.blocks, patience=LONG, prefix_cache=prefix, inline=seed % 3 > 0
+                double, blocks=demand.blocks, patience=LONG, prefix_cache=prefix, inline=seed % 3 > 0
             ) as rt:
                 for prompt, count, out in zip(demand.prompts, demand.counts, await together(rt, demand), strict=True):
                     assert out == Double.greedy(prompt, count)

@@ -111,13 +111,14 @@ class Family:
     lease=st.integers(1, 9),
     chunk=st.integers(1, 9),
     prefix=st.booleans(),
+    seconds=st.sampled_from([1.0, 0.0003]),
 )
 async def test_families_in_a_small_pool_hold_what_they_were_told(
-    seed: int, scripts: list[list[tuple[str, int]]], lease: int, chunk: int, prefix: bool, depth: int
+    seed: int, scripts: list[list[tuple[str, int]]], lease: int, chunk: int, prefix: bool, seconds: float, depth: int
 ) -> None:
     with anyio.fail_after(60):
         async with runtime(
-            Double(depth=depth),
+            Double(depth=depth, seconds=seconds),
             blocks=BLOCKS,
             lease=lease,
             chunk=chunk,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
 
 from pagefork.runtime import Runtime, SamplingParams, Sequence, WorkerDied
-from pagefork.runtime.engine import StepPlan, StepResult
+from pagefork.runtime.engine import EngineThread, StepPlan, StepResult
 from pagefork.runtime.messages import Extend, StepDone, Submit
 from pagefork.runtime.stream import Stream
 from pagefork.runtime.worker import Worker
@@ -111,19 +113,20 @@ async def test_prompts_share_the_chunk_first_come_first_served() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-async def test_steps_carry_plain_arrays_of_the_stated_kinds(depth: int) -> None:
-    double = Double(depth=depth)
+@pytest.mark.parametrize("seconds", [1.0, 0.0003])
+async def test_steps_carry_plain_arrays_of_the_stated_kinds(depth: int, seconds: float) -> None:
+    double = Double(depth=depth, seconds=seconds)
     with anyio.fail_after(20):
-        async with runtime(double, chunk=4) as rt:
+        async with runtime(double, chunk=4, inline=True) as rt:
             await generate_all(rt, [[1] * 9, [2]], 4)
     for plan in double.plans:
         arrays = (plan.tokens, plan.positions, plan.slots, plan.feed, plan.tables, plan.lengths, plan.copies, plan.rows)
         assert all(isinstance(array, np.ndarray) and array.dtype == np.int32 for array in arrays)
         assert len(plan.tokens) == len(plan.positions) == len(plan.slots)
         assert len(plan.lengths) == len(plan.tables)
-        assert len(plan.feed) == 0 or (len(plan.feed) == len(plan.lengths) and depth == 2)
+        assert len(plan.feed) in (0, len(plan.lengths))
         assert len(plan.rows) == len(plan.sampling.keys)
-    assert any(len(plan.feed) for plan in double.plans) == (depth == 2)
+    assert any(len(plan.feed) for plan in double.plans) == (depth == 2 or seconds < 1)
 
 
 async def test_two_steps_are_in_flight_only_where_the_engine_allows_it() -> None:
@@ -139,17 +142,16 @@ async def test_two_steps_are_in_flight_only_where_the_engine_allows_it() -> None
                 assert len(double._flights) <= depth
                 double.release()
                 assert await take(generation, 8) == Double.greedy([1, 2], 9)[1:]
-                assert any((plan.feed >= 0).any() for plan in double.plans) == (depth == 2)
 
 
 class Bench:
     """A worker whose task is run turn by turn, and in place of its engine the steps that it asked for."""
 
     def __init__(self, depth: int = 1) -> None:
-        self.steps: list[tuple[list[StepPlan], bool]] = []
+        self.steps: list[tuple[list[StepPlan], int]] = []
         self.worker = Worker(self, lambda message: None, block_size=4, max_batch=8, chunk=8, depth=depth)  # type: ignore[arg-type]
 
-    def step(self, plans: list[StepPlan], collect: bool) -> None:
+    def step(self, plans: list[StepPlan], collect: int) -> None:
         self.steps.append((plans, collect))
 
     async def submit(self, owner: int, limit: int) -> Stream:
@@ -161,7 +163,12 @@ class Bench:
         return stream
 
     def done(self, *ids: int) -> None:
-        self.worker.post(StepDone(StepResult(np.array(ids, np.int32), np.zeros(len(ids), np.float32))))
+        """A long step is done, and these are the ids of its rows."""
+        self.land([ids], seconds=1.0)
+
+    def land(self, steps: list[tuple[int, ...]], seconds: float) -> None:
+        results = [StepResult(np.array(ids, np.int32), np.zeros(len(ids), np.float32)) for ids in steps]
+        self.worker.post(StepDone(results, seconds))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -172,7 +179,100 @@ async def test_a_step_is_one_command_and_a_pipeline_is_filled_by_one(depth: int)
         for _ in range(4):
             await bench.worker.turn()
             bench.done(3)
-    assert [(len(plans), collect) for plans, collect in bench.steps] == [(depth, True)] + [(1, True)] * 3
+    assert [(len(plans), collect) for plans, collect in bench.steps] == [(depth, 1)] + [(1, 1)] * 3
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_steps_that_are_short_are_planned_several_at_a_time_as_long_as_they_are(depth: int) -> None:
+    bench = Bench(depth)
+    with anyio.fail_after(10):
+        stream = await bench.submit(1, limit=16)
+        await bench.worker.turn()
+        bench.land([(1,)], seconds=0.0003)
+        await bench.worker.turn()
+        bench.land([(2,), (3,)], seconds=0.0003)
+        await bench.worker.turn()
+        assert len(bench.steps) == 2, "one of those asked for is not here yet"
+        bench.land([(4,)], seconds=0.002)
+        await bench.worker.turn()
+    assert [(len(plans), collect) for plans, collect in bench.steps] == [(depth, 1), (3, 3), (1, 1)]
+    assert list(stream.tokens) == [1, 2, 3, 4]
+    positions = [int(plan.positions[0]) for plans, _ in bench.steps for plan in plans]
+    assert positions == list(range(len(positions)))
+
+
+async def test_no_run_of_steps_goes_beyond_a_lease_or_the_longest_run_or_is_planned_beside_a_prompt() -> None:
+    bench = Bench()
+    with anyio.fail_after(10):
+        await bench.submit(1, limit=12)
+        await bench.worker.turn()
+        bench.land([(1,)], seconds=0.0)
+        await bench.submit(2, limit=12)
+        await bench.worker.turn()
+        assert [len(plans) for plans, _ in bench.steps] == [1, 1], "the second job's given token"
+        bench.land([(1, 1)], seconds=0.0)
+        await bench.worker.turn()
+        bench.land([(1, 1)] * 8, seconds=0.0)
+        await bench.worker.turn()
+    assert [(len(plans), collect) for plans, collect in bench.steps[2:]] == [(8, 8), (3, 3)]
+    assert [len(plan.tokens) for plan in bench.steps[3][0]] == [2, 2, 1], "one lease is at its end, then both are"
+
+
+async def test_a_lane_that_only_an_older_step_sampled_for_waits_for_that_step() -> None:
+    """Its token is neither here nor among the ids of the newest step."""
+    bench = Bench()
+    with anyio.fail_after(10):
+        streams = [await bench.submit(1, limit=16), await bench.submit(2, limit=3)]
+        await bench.worker.turn()
+        bench.land([(10, 20)], seconds=0.0003)
+        await bench.worker.turn()
+        assert [plan.positions.tolist() for plan in bench.steps[1][0]] == [[1, 1], [2, 2], [3]]
+        bench.worker.post(Extend(owner=2, first=0, ids=[8, 9, 10, 11], limit=16))
+        bench.land([(11, 21)], seconds=0.0003)
+        await bench.worker.turn()
+        bench.land([(12, 22), (13,)], seconds=1.0)
+        await bench.worker.turn()
+    last = bench.steps[-1][0][0]
+    assert last.tokens.tolist() == [13, 22] and last.positions.tolist() == [4, 3] and not len(last.feed)
+    assert [list(stream.tokens) for stream in streams] == [[10, 11, 12, 13], [20, 21, 22]]
+
+
+class Counting:
+    """An engine whose steps take `seconds` of its own clock; how many were on the device at once, and when."""
+
+    def __init__(self, depth: int, seconds: float) -> None:
+        self.facts = Double(depth=depth).facts
+        self.seconds, self.now = seconds, 0.0
+        self.flying = self.launched = 0
+        self.most = 0
+
+    def launch(self, plan: Any) -> None:
+        self.flying += 1
+        self.most = max(self.most, self.flying)
+
+    def collect(self) -> Any:
+        self.flying -= 1
+        self.launched += 1
+        self.now += self.seconds
+        return self.launched
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_results_are_posted_together_where_steps_are_short_and_no_token_waits_long(depth: int) -> None:
+    def posted(seconds: float) -> list[list[int]]:
+        engine, out = Counting(depth, seconds), list[Any]()
+        thread = EngineThread(lambda: engine, out.append)  # type: ignore[arg-type, return-value]
+        thread.clock = lambda: engine.now  # type: ignore[method-assign]
+        plans: Any = [None] * (depth + 4)
+        thread._run_steps(engine, plans[:depth], 1)  # type: ignore[arg-type]
+        thread._run_steps(engine, plans[depth:], 4)  # type: ignore[arg-type]
+        assert engine.most == depth and engine.flying == depth - 1
+        assert all(done.seconds == pytest.approx(seconds) for done in out)
+        return [done.results for done in out]
+
+    assert posted(0.0002) == [[1], [2, 3, 4, 5]]
+    assert posted(0.0006) == [[1], [2, 3], [4, 5]]
+    assert posted(0.02) == [[1], [2], [3], [4], [5]]
 
 
 async def test_tokens_go_out_as_their_step_comes_in_and_the_next_is_planned_in_the_turn_after_it() -> None:
