@@ -80,7 +80,7 @@ class Facts:
     """What the actors need to know of an engine.
 
     depth: steps that may be on the device. kv_bytes: those of all pools. blocks: how many it made where that was its to
-    decide. window: no layer's query reads more positions than these last, its own included; None where a layer reads all.
+    decide. window: no layer's query reads more positions than these last, its own included; None where one reads all.
     """
 
     name: str
