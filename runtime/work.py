@@ -102,7 +102,7 @@ class Work:
         return stream
 
     async def stop(self, pause: bool = False) -> None:
-        """Take the job back from the worker, once no step in flight names it. Shielded: a few milliseconds, or two steps."""
+        """Take the job back from the worker, once no step in flight names it. Shielded: it is soon."""
         stream = self.stream
         assert stream is not None
         with anyio.CancelScope(shield=True):

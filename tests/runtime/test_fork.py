@@ -189,9 +189,7 @@ class Family:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @settings(max_examples=20, deadline=None)
-@given(
-    actions=ACTIONS, lease=st.integers(1, 9), chunk=st.integers(1, 9), seconds=st.sampled_from([1.0, 0.0003])
-)
+@given(actions=ACTIONS, lease=st.integers(1, 9), chunk=st.integers(1, 9), seconds=st.sampled_from([1.0, 0.0003]))
 async def test_families_of_sequences_hold_what_they_were_told(
     actions: list[tuple[str, int]], lease: int, chunk: int, seconds: float, depth: int
 ) -> None:
