@@ -11,10 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 
 from pagefork.runtime.errors import DeadlineExceeded, PageforkError, WorkerDied, own
 from pagefork.runtime.messages import Message
 from pagefork.runtime.signal import Signal
+
+IN_A_ROW = 8
+"""Messages that an actor serves before the tasks beside it have their turn."""
 
 
 class Reply:
@@ -85,6 +89,7 @@ class Actor:
         self._urgent: deque[Envelope] = deque()
         self._normal: deque[Envelope] = deque()
         self._mail = Signal()
+        self._row = 0
         self._room: deque[anyio.Event] = deque()
 
     @property
@@ -135,12 +140,17 @@ class Actor:
             self.serving = None
 
     async def next(self) -> Envelope:
-        """The next envelope, urgent ones first."""
+        """The next envelope, urgent ones first; a full mailbox does not hold up the event loop."""
+        self._row += 1
+        if self._row > IN_A_ROW:
+            self._row = 1
+            await anyio.lowlevel.checkpoint()
         while True:
             envelope = self.take()
             if envelope is not None:
                 return envelope
             await self._mail.wait()
+            self._row = 1
 
     def take(self) -> Envelope | None:
         """The next envelope if there is one; withdrawn ones are passed over."""

@@ -21,6 +21,8 @@ QUIET_PASSES = 3
 
 LONGEST_RUN = 8
 """Steps of decodes alone that are planned at once, as far as HELD_BACK has room for them."""
+RUN_TOKENS = 512
+"""And how many tokens they may give: the event loop has no other turn while their readers take them."""
 
 
 class Worker(Actor):
@@ -161,7 +163,7 @@ class Worker(Actor):
         """How many steps may be in flight: `depth`, and more if they are short and new ones of decodes alone."""
         if self._awaited or not self._flights or self._flights[-1].batch.given:
             return self._depth
-        return self._depth - 1 + self._run
+        return self._depth - 1 + min(self._run, max(RUN_TOKENS // len(self._flights[-1].ends), 1))
 
     def _land(self, done: StepDone) -> None:
         self._awaited -= len(done.results)

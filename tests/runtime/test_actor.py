@@ -9,7 +9,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pagefork.runtime.actor import Actor, Reply, Signal
+from pagefork.runtime.actor import IN_A_ROW, Actor, Reply, Signal
 from pagefork.runtime.errors import DeadlineExceeded, InvalidRequest, PageforkError, WorkerDied
 from pagefork.runtime.messages import Audit, Message, Release, TopK
 
@@ -39,6 +39,21 @@ class Scribe(Actor):
                 self.seen.append(-owner)
                 return None
         return await super().handle(message)
+
+
+async def test_a_full_mailbox_does_not_hold_up_the_other_tasks() -> None:
+    scribe, most = Scribe(), 0
+    for owner in range(100):
+        scribe.post(Release(owner))
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as group:
+            group.start_soon(scribe.run)
+            while len(scribe.seen) < 100:
+                before = len(scribe.seen)
+                await checkpoint()
+                most = max(most, len(scribe.seen) - before)
+            group.cancel_scope.cancel()
+    assert most == IN_A_ROW
 
 
 async def crashing(actor: Actor) -> None:
