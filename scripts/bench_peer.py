@@ -4,6 +4,7 @@ pagefork has not touched, since pagefork sets up MLX for large pools, and that s
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from typing import Any
@@ -94,6 +95,9 @@ def theirs(model: nn.Module, texts: list[list[int]], tokens: int) -> float:
         _, responses = generator.next()
         times += [time.perf_counter()] * len(responses)
     generator.close()
+    del generator
+    gc.collect()
+    mx.clear_cache()
     return rate(times, batch)
 
 
@@ -119,7 +123,6 @@ def main() -> None:
         batch, context = map(int, case.split(","))
         texts = prompts(batch, context, SHAPES[arguments.shape]["vocab_size"])
         rates[case] = theirs(model, texts, arguments.tokens)
-        mx.clear_cache()
     print(json.dumps(rates))
 
 
