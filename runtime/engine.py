@@ -199,18 +199,21 @@ class EngineThread:
 
     def _run_steps(self, engine: StepEngine, plans: list[StepPlan], collect: int) -> None:
         waiting, results, since = deque(plans), list[StepResult](), self.clock()
-        while waiting or collect:
-            while waiting and (self._flying < engine.facts.depth or not collect):
-                engine.launch(waiting.popleft())
-                self._flying += 1
-            if collect:
-                results.append(engine.collect())
-                self._flying -= 1
-                collect -= 1
-                now = self.clock()
-                if not collect or now - since >= HELD_BACK:
+        try:
+            while waiting or collect:
+                while waiting and (self._flying < engine.facts.depth or not collect):
+                    engine.launch(waiting.popleft())
+                    self._flying += 1
+                if collect:
+                    results.append(engine.collect())
+                    self._flying -= 1
+                    collect -= 1
+                if collect and (now := self.clock()) - since >= HELD_BACK:
                     self._post(StepDone(results, (now - since) / len(results)))
                     results, since = [], now
+        finally:
+            if results:  # also where a later step fails
+                self._post(StepDone(results, (self.clock() - since) / len(results)))
 
     def _refuse_calls(self, error: BaseException) -> None:
         """After a failure every call fails, until the stop."""

@@ -206,6 +206,23 @@ async def test_a_failed_step_fails_every_call_and_hangs_none(where: str, step: i
         assert double.closed
 
 
+@pytest.mark.parametrize(
+    ("where", "depth", "tokens"), [("collect", 1, 5), ("collect", 2, 5), ("launch", 1, 5), ("launch", 2, 4)]
+)
+async def test_a_step_that_fails_among_others_takes_no_token_of_those_before_it(
+    where: str, depth: int, tokens: int
+) -> None:
+    """Five steps before it, of which with a depth of 2 one is still on the device when the sixth is launched."""
+    double = Double(depth=depth, seconds=0.0001, **{f"fail_{where}": 5})
+    with anyio.fail_after(20):
+        async with runtime(double, lease=32, inline=True) as rt:
+            got: list[int] = []
+            with pytest.raises(WorkerDied):
+                async for step in (await rt.sequence([1])).generate():
+                    got.append(step.token)
+    assert got == Double.greedy([1], tokens)
+
+
 async def test_each_task_gets_an_error_of_its_own() -> None:
     """One object raised in all of them would keep the tracebacks of all: 32 readers once printed 19,000 lines."""
     errors: list[BaseException] = []
