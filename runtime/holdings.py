@@ -84,11 +84,19 @@ class Holdings:
         """Positions that the blocks cover."""
         return len(self.table) * self._block_size
 
+    def goes_on(self, length: int) -> bool:
+        """Whether a sequence of its first `length` tokens can go on with these blocks.
+
+        Not where that needs some that were trimmed: a layer reads a window of what the layer below made of a window
+        before it, so K and V are the same only if they are computed from the start.
+        """
+        return self.trimmed <= self._needed(min(self.computed, length - 1))
+
     def inherit(self, parent: Holdings, length: int) -> None:
         """Begin with what `parent` holds for its first `length` tokens."""
         self.table = parent.table[: -(-length // self._block_size)]
         self.computed = min(parent.computed, length)
-        self.trimmed = parent.trimmed
+        self.trimmed = parent.trimmed if self.table else 0
 
     def reach(self, length: int) -> int:
         """For how many of `length` tokens to ask for blocks now: with a window, for no more than are held at once."""
@@ -164,13 +172,9 @@ class Holdings:
             self._allocator.post(Trim(self._owner, first * self._block_size))
 
     def shrink(self, length: int) -> None:
-        """Give back the blocks past the first `length` tokens.
-
-        All of them where those tokens cannot go on without blocks that were trimmed: a layer reads a window of what the
-        layer below made of a window before it, so K and V are the same only if they are computed from the start.
-        """
+        """Give back the blocks past the first `length` tokens, and the others where those tokens cannot go on."""
         self._clip(length)
-        if self.trimmed > self._needed(min(self.computed, length - 1)):
+        if not self.goes_on(length):
             self.surrender()
         del self.table[-(-length // self._block_size) :]
         self._allocator.post(Shrink(self._owner, length))

@@ -244,8 +244,9 @@ class SequenceActor(Actor):
             )
             for i in range(count)
         ]
+        shared = length if self._work.held.goes_on(length) else 0
         for child in children:
-            child._work.inherit(self._work, length)
+            child._work.inherit(self._work, shared)
         owners = [child.owner for child in children]
 
         def undo(_: Any = None) -> None:
@@ -255,7 +256,7 @@ class SequenceActor(Actor):
                 house.leave(owner)
 
         try:
-            await house.allocator.ask(Share(self.owner, owners, length))
+            await house.allocator.ask(Share(self.owner, owners, shared))
         except BaseException:
             undo()
             raise

@@ -64,7 +64,7 @@ class Work:
         return self._tokens + Tokens("i", self.stream.tokens[: self.stream.read] if self.stream else [])
 
     def inherit(self, parent: Work, length: int) -> None:
-        """Begin with the tokens of `parent` that were read, and share its blocks of the first `length` of them."""
+        """Begin with the tokens of `parent` that were read, and with its blocks of the first `length` of them."""
         self._tokens = parent.tokens
         self.held.inherit(parent.held, length)
 
@@ -182,15 +182,16 @@ class Work:
 
         Where blocks of the past are given back, a long pending part is computed piece by piece first.
         """
-        tokens = self._all()[:stop]  # of those that are found computed, the last is to be left
+        tokens = self._all()[:stop]
         while not await self._submit(job, stream, tokens, len(tokens), patience):
-            piece = Stream()
-            if await self._submit(Submit(owner=self._owner), piece, tokens, self.held.reach(len(tokens)), patience):
+            # The last token is the job's own: computed by a piece, it would be computed again without its window.
+            piece, end = Stream(), min(self.held.reach(len(tokens)), len(tokens) - 1)
+            if await self._submit(Submit(owner=self._owner), piece, tokens, end, patience):
                 await self._finish(piece)
 
     async def _submit(self, job: Submit, stream: Stream, tokens: Tokens[int], stop: int, patience: float) -> bool:
         """Submit what is pending before `stop`; False and nothing done where that is too long, or was computed."""
-        if self.held.reach(stop) < stop:
+        if self.held.reach(stop) < stop or self.held.computed >= stop < len(tokens):
             return False
         limit = stop
         if job.params is not None:

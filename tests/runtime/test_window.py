@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -27,6 +28,8 @@ from pagefork.runtime import (
     Sequence,
     forward,
 )
+from pagefork.runtime.allocator import Allocator
+from pagefork.runtime.messages import Yielded
 
 from .double import Double, free, ledger, runtime, settled, take
 
@@ -36,6 +39,7 @@ WINDOW, SIZE = 10, 4
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 LONG = 1000.0
 """Seconds of patience that no test has."""
+_RESERVE = Allocator._reserve
 
 
 def ahead(tokens: list[int], count: int) -> list[int]:
@@ -336,6 +340,104 @@ async def test_a_generation_goes_on_unchanged_at_whichever_turn_it_is_preempted(
                         rt._house.preempt(seq._actor.owner)
                 assert got == ahead(prompt, 40)
                 sound(rt)
+
+
+@pytest.mark.parametrize("length", range(11, 21))
+async def test_whichever_request_for_blocks_is_told_to_give_way_a_fork_goes_on_right(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the past is found again, the piece that is left to compute may end where the fork does: its last token must
+    still be able to see its window."""
+    prompt = prompt_of(length)
+    for number in range(6):
+        give_way(monkeypatch, {number})
+        double = Double(window=5)
+        with anyio.fail_after(20):
+            async with runtime(double, blocks=48, block_size=1, chunk=5, lease=1, prefix_cache=True, inline=True) as rt:
+                seq = await rt.sequence(prompt)
+                (child,) = await seq.fork(1)
+                for one in (child, seq):
+                    got = await take(one.generate(SamplingParams(max_tokens=6)), 6)
+                    assert got == Double.greedy(prompt, 6, 5)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_fork_of_a_generation_that_was_found_again_past_its_reader_goes_on_right(depth: int) -> None:
+    """What was computed ahead of the reader was published, and found again when the generation went on: of the past
+    it holds what its own next token needs, which is less than a child needs that ends at the reader."""
+    prompt, window = prompt_of(11), 3
+    with anyio.fail_after(20):
+        for ahead in range(1, 5):
+            double = Double(depth=depth, window=window)
+            async with runtime(double, block_size=1, lease=4 + ahead, prefix_cache=True, inline=True) as rt:
+                seq = await rt.sequence(prompt)
+                generation = seq.generate(SamplingParams(max_tokens=40))
+                got = await take(generation, 4)
+                await turns(40)
+                rt._house.preempt(seq._actor.owner)
+                await turns(60)
+                (child,) = await seq.fork(1)
+                told = Double.greedy(prompt, 12, window)
+                assert await take(child.generate(SamplingParams(max_tokens=8)), 8) == told[4:]
+                assert got + await take(generation, 8) == told
+
+
+@pytest.mark.parametrize("part", range(4))
+async def test_whatever_is_asked_and_told_to_give_way_every_token_is_right(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(part, 48, 4):
+        rng = random.Random(seed)
+        window, size, chunk = rng.choice([2, 3, 5, 9]), rng.choice([1, 1, 2, 4]), rng.choice([1, 3, 5, 8])
+        fate, times = random.Random(seed + 1), iter(range(rng.randrange(1, 9)))
+        give_way(
+            monkeypatch, lambda asked, fate=fate, times=times: fate.random() < 0.3 and next(times, None) is not None
+        )
+        double = Double(window=window, depth=rng.choice([1, 2]), seconds=rng.choice([1.0, 0.0003]))
+        prefix, lease = rng.random() < 0.7, rng.choice([1, 2, 5, 9])
+        with anyio.fail_after(30):
+            async with runtime(
+                double, blocks=200, block_size=size, chunk=chunk, lease=lease, prefix_cache=prefix, inline=True
+            ) as rt:
+                await stroll(rt, rng, window)
+
+
+def give_way(monkeypatch: pytest.MonkeyPatch, told: set[int]) -> None:
+    """Have the allocator tell those who ask for blocks as number `told` to give way, as it may tell anybody."""
+    reserve, asked = _RESERVE, itertools.count()
+
+    def answer(self: Allocator, envelope: Any, message: Any) -> None:
+        if next(asked) in told:
+            envelope.reply.set(Yielded())
+        else:
+            reserve(self, envelope, message)
+
+    monkeypatch.setattr(Allocator, "_reserve", answer)
+
+
+async def stroll(rt: Runtime, rng: random.Random, window: int) -> None:
+    """A dozen operations on a family of sequences, one after the other."""
+    family = [await rt.sequence(prompt_of(rng.randrange(1, 30)))]
+    for _ in range(12):
+        seq, act = rng.choice(family), rng.randrange(6)
+        tokens = seq.tokens
+        if act == 0 and len(family) < 4:
+            family += await seq.fork(1)
+        elif act == 1:
+            await seq.append(prompt_of(rng.randrange(1, 12), rng.randrange(5)))
+        elif act == 2:
+            best = np.argsort(-Double.logprobs(tokens[-window:]))[:3].tolist()
+            assert [token for token, _ in await seq.topk(3)] == best
+        elif act == 3:
+            await seq.truncate(rng.randrange(1, len(tokens) + 1))
+        else:
+            count = rng.randrange(1, 12)
+            generation = seq.generate(SamplingParams(max_tokens=rng.choice([count, 40])))
+            assert await take(generation, count) == Double.greedy(tokens, count, window)
+            if rng.random() < 0.5:
+                await generation.aclose()
+            elif rng.random() < 0.5:
+                family += await seq.fork(1)
 
 
 async def test_a_preempted_generation_whose_past_is_kept_computes_little_again() -> None:
