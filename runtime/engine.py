@@ -135,6 +135,7 @@ class EngineThread:
         self._post = post
         self._queue: queue.SimpleQueue[tuple[list[StepPlan], int] | _Call | None] = queue.SimpleQueue()
         self._flying = 0
+        self._landed = 0.0
         self._thread = threading.Thread(target=self._run, name="pagefork-engine", daemon=True)
 
     def start(self, ready: Callable[[Any, BaseException | None], None]) -> None:
@@ -198,7 +199,9 @@ class EngineThread:
             self._run_steps(engine, *command)
 
     def _run_steps(self, engine: StepEngine, plans: list[StepPlan], collect: int) -> None:
-        waiting, results, since = deque(plans), list[StepResult](), self.clock()
+        waiting, results, now = deque(plans), list[StepResult](), self.clock()
+        # What flies already may have been done for long: no step takes longer than from the last one's end.
+        begin, since = now, self._landed if self._flying else now
         try:
             while waiting or collect:
                 while waiting and (self._flying < engine.facts.depth or not collect):
@@ -208,12 +211,13 @@ class EngineThread:
                     results.append(engine.collect())
                     self._flying -= 1
                     collect -= 1
-                if collect and (now := self.clock()) - since >= HELD_BACK:
+                    now = self._landed = self.clock()
+                if collect and now - begin >= HELD_BACK:
                     self._post(StepDone(results, (now - since) / len(results)))
-                    results, since = [], now
+                    results, begin, since = [], now, now
         finally:
             if results:  # also where a later step fails
-                self._post(StepDone(results, (self.clock() - since) / len(results)))
+                self._post(StepDone(results, (now - since) / len(results)))
 
     def _refuse_calls(self, error: BaseException) -> None:
         """After a failure every call fails, until the stop."""

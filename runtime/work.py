@@ -109,7 +109,8 @@ class Work:
             await self._house.worker.ask(Cancel(self._owner, pause=pause))
         self._paused = pause
         if stream.computed is not None:
-            self.held.computed, stream.computed = stream.computed, None
+            # Past an end token steps went on with tokens that are nobody's.
+            self.held.computed, stream.computed = min(stream.computed, len(self._all())), None
 
     async def resume(self) -> None:
         """Submit the paused job again. Without blocks for it the generation fails."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import numpy as np
 import pytest
 
+from pagefork.cache.ledger import Ledger
 from pagefork.runtime import Runtime, SamplingParams
 
-from .double import Double, free, runtime, take
+from .double import Double, free, runtime, settled, take
 from .test_preemption import tiny_llama
 
 pytestmark = pytest.mark.anyio
@@ -41,6 +44,33 @@ async def test_a_fork_computes_what_is_pending_in_a_block_of_its_own_though_all_
             for one in (seq, twin, child):
                 assert await take(one.generate(), 3) == Double.greedy(PROMPT[:5], 3)
                 await one.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("taken", [1, 4])
+async def test_what_ran_on_past_an_end_token_is_not_published(
+    taken: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps after it computed tokens that are nobody's; a fork looks how far its parent was computed."""
+    publish, short = Ledger.publish, []
+
+    def checked(self: Ledger, owner: int, tokens: Any, computed: int) -> None:
+        short.append(computed > len(tokens))
+        publish(self, owner, tokens, computed)
+
+    monkeypatch.setattr(Ledger, "publish", checked)
+    told = Double.greedy([1, 2, 3], 10)
+    with anyio.fail_after(10):
+        double = Double(depth=depth, seconds=0.0001)
+        async with runtime(double, lease=64, prefix_cache=True, inline=True) as rt, await rt.sequence([1, 2, 3]) as seq:
+            generation = seq.generate(SamplingParams(max_tokens=40, stop_tokens=(told[9],)))
+            await take(generation, taken)
+            await settled(rt, lambda: generation._stream is not None and generation._stream.finish is not None)
+            (child,) = await seq.fork(1)
+            assert await take(child.generate(), 20) == Double.greedy([1, 2, 3], taken + 20)[taken:]
+            assert await take(generation, 10 - taken) == told[taken:]
+            await seq.topk(1)
+    assert short and not any(short)
 
 
 async def test_the_prefix_cache_is_off_by_one_argument() -> None:

@@ -275,6 +275,18 @@ def test_results_are_posted_together_where_steps_are_short_and_no_token_waits_lo
     assert posted(0.02) == [[1], [2], [3], [4], [5]]
 
 
+def test_a_step_that_was_done_before_it_was_asked_for_counts_as_long_as_that_took() -> None:
+    """An event loop that is late must not make long steps look short: many of them would be planned at once."""
+    engine, out = Counting(depth=2, seconds=0.0), list[Any]()
+    thread = EngineThread(lambda: engine, out.append)  # type: ignore[arg-type, return-value]
+    thread.clock = lambda: engine.now  # type: ignore[method-assign]
+    plans: Any = [None] * 3
+    thread._run_steps(engine, plans[:2], 1)  # type: ignore[arg-type]
+    engine.now += 0.5
+    thread._run_steps(engine, plans[2:], 1)  # type: ignore[arg-type]
+    assert [done.seconds for done in out] == [0.0, 0.5]
+
+
 async def test_tokens_go_out_as_their_step_comes_in_and_the_next_is_planned_in_the_turn_after_it() -> None:
     bench = Bench()
     with anyio.fail_after(10):
