@@ -150,7 +150,6 @@ class Actor:
             if envelope is not None:
                 return envelope
             await self._mail.wait()
-            self._row = 1
 
     def take(self) -> Envelope | None:
         """The next envelope if there is one; withdrawn ones are passed over."""

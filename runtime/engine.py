@@ -24,7 +24,8 @@ from pagefork.runtime.tokenizer import Tokenizer
 Ints = npt.NDArray[np.int32]
 
 HELD_BACK = 0.001
-"""Seconds that a step's tokens may wait for those of the next: a thread is woken once for both."""
+"""Seconds, looked at whenever a step ends, that its tokens may wait for those of the next: a thread is woken once for
+both."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class EngineThread:
         self._build = build
         self._post = post
         self._queue: queue.SimpleQueue[tuple[list[StepPlan], int] | _Call | None] = queue.SimpleQueue()
-        self._flying = 0
+        self._on_device = 0
         self._landed = 0.0
         self._thread = threading.Thread(target=self._run, name="pagefork-engine", daemon=True)
 
@@ -199,25 +200,30 @@ class EngineThread:
             self._run_steps(engine, *command)
 
     def _run_steps(self, engine: StepEngine, plans: list[StepPlan], collect: int) -> None:
-        waiting, results, now = deque(plans), list[StepResult](), self.clock()
-        # What flies already may have been done for long: no step takes longer than from the last one's end.
-        begin, since = now, self._landed if self._flying else now
+        waiting, results, begin = deque(plans), list[StepResult](), self.clock()
+        # What is on the device may have been done for long: no step takes longer than from the last one's end.
+        since = self._landed if self._on_device else begin
+
+        def post() -> None:
+            nonlocal results, begin, since
+            self._post(StepDone(results, (self._landed - since) / len(results)))
+            results, begin, since = [], self._landed, self._landed
+
         try:
             while waiting or collect:
-                while waiting and (self._flying < engine.facts.depth or not collect):
+                while waiting and (self._on_device < engine.facts.depth or not collect):
                     engine.launch(waiting.popleft())
-                    self._flying += 1
+                    self._on_device += 1
                 if collect:
                     results.append(engine.collect())
-                    self._flying -= 1
+                    self._on_device -= 1
                     collect -= 1
-                    now = self._landed = self.clock()
-                if collect and now - begin >= HELD_BACK:
-                    self._post(StepDone(results, (now - since) / len(results)))
-                    results, begin, since = [], now, now
+                    self._landed = self.clock()
+                if collect and self._landed - begin >= HELD_BACK:
+                    post()
         finally:
             if results:  # also where a later step fails
-                self._post(StepDone(results, (now - since) / len(results)))
+                post()
 
     def _refuse_calls(self, error: BaseException) -> None:
         """After a failure every call fails, until the stop."""

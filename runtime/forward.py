@@ -25,7 +25,7 @@ Blocks = int | Literal["auto"]
 
 
 class Engine:
-    """A model and its block pools. `depth`: how many steps may be in flight, see Worker.
+    """A model and its block pools. `depth`: how many steps may be on the device.
 
     With more than one, a decode step's graph is traced by `mx.compile` once for each shape that comes again: building
     it anew costs Python more time than small models take to compute it.
@@ -147,7 +147,7 @@ def build(source: Source, blocks: Blocks, block_size: int, progress: Progress | 
 
 
 def _prepare_kernels(model: Model, block_size: int, progress: Progress | None, strict: bool) -> int:
-    """Compile and self-test every variant that the model needs; returns how many steps may be in flight."""
+    """Compile and self-test every variant that the model needs; returns how many steps may be on the device."""
     cases: list[kernels.Attention | kernels.Rotation | kernels.Linear] = []
     ropes: list[kernels.Rope | None] = []
     for spec, rope in zip(model.layers, model.rotations, strict=True):

@@ -82,11 +82,8 @@ class Lanes:
         self.edits += 1
 
     def ready(self) -> npt.NDArray[np.intp]:
-        """Lanes that can decode now: those whose last token is here, or comes from the newest step in flight."""
-        ready = self.running & (self.position < self.limit)
-        if self.launched - self.retired > 1:
-            ready &= (self.named == self.launched) | (self.named <= self.retired)
-        return ready.nonzero()[0]
+        """Lanes that can decode now."""
+        return (self.running & (self.position < self.limit)).nonzero()[0]
 
     def idle(self) -> npt.NDArray[np.intp]:
         """Lanes that can do nothing before their lease is extended."""

@@ -242,7 +242,7 @@ class Cancel(Message, frozen=True):
 
 
 class StepDone(Message, frozen=True):
-    """What the oldest steps in flight gave, in their order, and how many `seconds` one of them took at most."""
+    """What the oldest steps in flight gave, in their order, and how many `seconds` they took on average, or fewer."""
 
     results: list[Any]
     seconds: float

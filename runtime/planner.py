@@ -146,7 +146,11 @@ class Planner:
         return plan, flight
 
     def _feed(self, batch: Batch) -> Ints:
-        """Where the decodes find their tokens among the ids of the step before; -1 for those that come with them."""
+        """Where the decodes find their tokens among the ids of the step before; -1 for those that come with them.
+
+        No older step in flight has one: the worker begins to plan with one step in flight at most, and a lane that is
+        left out of a step does not come back before the worker's next turn.
+        """
         lanes, decodes = self._lanes, batch.decodes
         feed = np.where(lanes.named[decodes] > lanes.retired, lanes.row[decodes], np.int32(-1))
         feed[batch.ready :] = -1

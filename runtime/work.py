@@ -109,7 +109,7 @@ class Work:
             await self._house.worker.ask(Cancel(self._owner, pause=pause))
         self._paused = pause
         if stream.computed is not None:
-            # Past an end token steps went on with tokens that are nobody's.
+            # Steps that were on their way past an end, or past this, went on with tokens that are nobody's.
             self.held.computed, stream.computed = min(stream.computed, len(self._all())), None
 
     async def resume(self) -> None:

@@ -57,7 +57,7 @@ class Worker(Actor):
         self._cancels: dict[int, Reply] = {}
         self._flights: deque[Flight] = deque()
         self._awaited = 0  # how many of the flights the engine was asked for
-        self._run = 1
+        self._run_length = 1
         self._changing = False
 
     @property
@@ -139,7 +139,7 @@ class Worker(Actor):
                 return
 
     def _advance(self) -> None:
-        """Launch what can be launched, then wait for the oldest step."""
+        """Plan what can be planned, and ask for what the oldest steps give."""
         if self._waiting and not self._lanes.any_free:
             self._park(len(self._waiting))
         while self._waiting and self._lanes.any_free:
@@ -161,13 +161,14 @@ class Worker(Actor):
 
     def _most(self) -> int:
         """How many steps may be in flight: `depth`, and more if they are short and new ones of decodes alone."""
-        if self._awaited or not self._flights or self._flights[-1].batch.given:
+        flights = self._flights
+        if self._awaited or not flights or any(flight.batch.given for flight in flights):
             return self._depth
-        return self._depth - 1 + min(self._run, max(RUN_TOKENS // len(self._flights[-1].ends), 1))
+        return self._depth - 1 + min(self._run_length, max(RUN_TOKENS // len(flights[-1].ends), 1))
 
     def _land(self, done: StepDone) -> None:
         self._awaited -= len(done.results)
-        self._run = min(max(int(HELD_BACK / max(done.seconds, 1e-9)), 1), LONGEST_RUN)
+        self._run_length = min(max(int(HELD_BACK / max(done.seconds, 1e-9)), 1), LONGEST_RUN)
         for result in done.results:
             self._retire(result)
 

@@ -97,7 +97,7 @@ def run(arguments: Any) -> None:
 
 
 def _peer_beside(model: nn.Module, texts: list[list[int]], tokens: int) -> float | None:
-    """The peer's rate in this process; None where it needs more memory with these settings than there is."""
+    """The peer's rate in this process; None where it fails, for want of memory with these settings."""
     try:
         return bench_peer.theirs(model, texts, tokens)
     except RuntimeError as error:

@@ -89,16 +89,18 @@ def theirs(model: nn.Module, texts: list[list[int]], tokens: int) -> float:
         prefill_batch_size=batch,
         prefill_step_size=max(CHUNK // batch, 64),
     )
-    generator.insert(texts)
     times: list[float] = []
-    while len(times) < batch * tokens:
-        _, responses = generator.next()
-        times += [time.perf_counter()] * len(responses)
-    generator.close()
-    del generator
-    gc.collect()
-    mx.clear_cache()
-    return rate(times, batch)
+    try:
+        generator.insert(texts)
+        while len(times) < batch * tokens:
+            _, responses = generator.next()
+            times += [time.perf_counter()] * len(responses)
+        return rate(times, batch)
+    finally:
+        generator.close()
+        del generator
+        gc.collect()
+        mx.clear_cache()
 
 
 def rate(times: list[float], batch: int) -> float:

@@ -99,12 +99,12 @@ async def test_only_what_was_computed_again_is_published_after_a_preemption() ->
     """Others were given blocks that the resumed job had not come to yet."""
     double = Double()
     with anyio.fail_after(30):
-        async with runtime(double, blocks=16, lease=40, chunk=4, patience=LONG, prefix_cache=True) as rt:
+        async with runtime(double, blocks=20, lease=40, chunk=4, patience=LONG, prefix_cache=True) as rt:
             seq = await rt.sequence(PROMPT)
             generation = seq.generate(SamplingParams(max_tokens=100))
             await take(generation, 1)
             await settled(rt, lambda: len(seq._actor._work.stream.tokens) > 35)
-            hog = await rt.sequence([7] * 64, priority=100)
+            hog = await rt.sequence([7] * 80, priority=100)
             await settled(rt, lambda: not len(seq._actor._work.held.table))
             double.hold()
             await hog.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pagefork.runtime import Runtime, SamplingParams, Sequence, WorkerDied
+from pagefork.runtime import Runtime, SamplingParams, Sequence, WorkerDied, worker
 from pagefork.runtime.engine import EngineThread, StepPlan, StepResult
 from pagefork.runtime.messages import Extend, StepDone, Submit
 from pagefork.runtime.stream import Stream
@@ -139,7 +139,7 @@ async def test_two_steps_are_in_flight_only_where_the_engine_allows_it() -> None
                 double.hold()
                 await double.held()
                 await anyio.wait_all_tasks_blocked()
-                assert len(double._flights) <= depth
+                assert len(double._flights) == depth
                 double.release()
                 assert await take(generation, 8) == Double.greedy([1, 2], 9)[1:]
 
@@ -201,21 +201,49 @@ async def test_steps_that_are_short_are_planned_several_at_a_time_as_long_as_the
     assert positions == list(range(len(positions)))
 
 
-async def test_no_run_of_steps_goes_beyond_a_lease_or_the_longest_run_or_is_planned_beside_a_prompt() -> None:
+async def test_no_run_of_steps_goes_beyond_a_lease_or_the_longest_run() -> None:
     bench = Bench()
     with anyio.fail_after(10):
         await bench.submit(1, limit=12)
+        await bench.submit(2, limit=11)
         await bench.worker.turn()
-        bench.land([(1,)], seconds=0.0)
-        await bench.submit(2, limit=12)
-        await bench.worker.turn()
-        assert [len(plans) for plans, _ in bench.steps] == [1, 1], "the second job's given token"
         bench.land([(1, 1)], seconds=0.0)
         await bench.worker.turn()
         bench.land([(1, 1)] * 8, seconds=0.0)
         await bench.worker.turn()
-    assert [(len(plans), collect) for plans, collect in bench.steps[2:]] == [(8, 8), (3, 3)]
-    assert [len(plan.tokens) for plan in bench.steps[3][0]] == [2, 2, 1], "one lease is at its end, then both are"
+    assert [(len(plans), collect) for plans, collect in bench.steps[1:]] == [(8, 8), (3, 3)]
+    assert [len(plan.tokens) for plan in bench.steps[2][0]] == [2, 2, 1], "one lease is at its end, then both are"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_no_run_of_steps_is_planned_with_a_step_of_given_tokens_or_behind_it(depth: int) -> None:
+    """How long that takes, and those after it, nobody knows yet."""
+    bench = Bench(depth)
+    with anyio.fail_after(10):
+        await bench.submit(1, limit=16)
+        await bench.worker.turn()
+        bench.land([(1,)], seconds=0.0)
+        await bench.submit(2, limit=16)
+        for rows in range(depth):
+            await bench.worker.turn()
+            bench.land([(1, 1)[: rows + 3 - depth]], seconds=0.0)
+        assert [len(plans) for plans, _ in bench.steps] == [depth, *[1] * depth]
+        await bench.worker.turn()
+        assert len(bench.steps[-1][0]) == 8
+
+
+async def test_a_run_of_steps_gives_no_more_tokens_than_the_event_loop_should_take_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "RUN_TOKENS", 7)
+    bench = Bench()
+    with anyio.fail_after(10):
+        for owner in (1, 2):
+            await bench.submit(owner, limit=16)
+        await bench.worker.turn()
+        bench.land([(1, 1)], seconds=0.0)
+        await bench.worker.turn()
+    assert [(len(plans), collect) for plans, collect in bench.steps] == [(1, 1), (3, 3)]
 
 
 async def test_a_lane_that_only_an_older_step_sampled_for_waits_for_that_step() -> None:
