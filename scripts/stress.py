@@ -26,7 +26,7 @@ import mlx.core as mx
 from schedule import Load, combined
 from stress_driver import Driver, overdue, remains
 from stress_faults import delay_steps, hush
-from stress_oracle import LoneOracle, Oracle, ToyOracle
+from stress_oracle import LoneOracle, NarrowOracle, Oracle, ToyOracle
 from stress_report import Report, explain, print_crash, resident, write_crash
 from stress_view import Camera, NoView, View, best_view, film
 from toy_model import ToyModel
@@ -82,7 +82,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--block-size", type=number, help="tokens per block (4; on a GPU 8, the least that its kernels take)")
     add("--seed", type=number, default=0)
     add("--backend", choices=("asyncio", "trio"), default="asyncio")
-    add("--model", help="a real model instead of the toy: its tokens are compared with what it says alone")
+    model = parser.add_mutually_exclusive_group().add_argument
+    model("--model", help="a real model instead of the toy: its tokens are compared with what it says alone")
+    model("--window", action="store_true", help="layers with sliding windows: blocks before them are given back")
     add("--prefix", action="store_true", help="prompts share heads, and blocks are kept for those that begin alike")
     add("--priorities", action="store_true", help="sequences of different priority")
     add("--beams", action="store_true", help="beam searches among the operations")
@@ -112,6 +114,10 @@ def stopper(options: argparse.Namespace, task: int) -> Callable[[int], bool]:
     return lambda number: time.monotonic() >= end
 
 
+def oracle_of(options: argparse.Namespace) -> type[LoneOracle] | type[ToyOracle]:
+    return LoneOracle if options.model else NarrowOracle if options.window else ToyOracle
+
+
 def pool_size(options: argparse.Namespace, oracle: type[Oracle]) -> int:
     """Blocks; enough for the longest sequence in any case."""
     if options.blocks is not None:
@@ -121,13 +127,14 @@ def pool_size(options: argparse.Namespace, oracle: type[Oracle]) -> int:
 
 
 def open_runtime(options: argparse.Namespace) -> contextlib.AbstractAsyncContextManager[Runtime]:
+    oracle = oracle_of(options)
     return Runtime.open(
-        options.model or (ToyModel(), None),
-        blocks=pool_size(options, LoneOracle if options.model else ToyOracle),
+        (ToyModel(oracle.windows), None) if issubclass(oracle, ToyOracle) else options.model,
+        blocks=pool_size(options, oracle),
         block_size=options.block_size,
         # Small, so that jobs wait for lanes, prompts go in chunks and leases are renewed.
         max_batch=32,
-        prefill_step_size=24,
+        prefill_step_size=8 if options.window else 24,
         lease=6,
         patience=PATIENCE,
         prefix_cache=options.prefix,
@@ -148,9 +155,8 @@ async def stress(
     outcome: dict[str, Any] = dict.fromkeys(COUNTS, 0)
     try:
         async with open_runtime(options) as rt:
-            oracle: Oracle = ToyOracle()
-            if options.model:
-                oracle = await LoneOracle.listen(rt, options.seed, options.prefix)
+            kind = oracle_of(options)
+            oracle = kind() if issubclass(kind, ToyOracle) else await kind.listen(rt, options.seed, options.prefix)
             load = Load(options.prefix, options.priorities, options.beams, options.faults)
             start = time.monotonic()
             drivers += [
@@ -178,6 +184,7 @@ async def stress(
         "crashes": report.crashes,
         **outcome,
         "kv_rows_checked": report.kv_rows,
+        "kv_rows_given_back": report.rows_given_back,
         "content_errors": report.content_errors,
         "p99_loop_lag_ms": ticker.p99(),
         "seconds": round(time.monotonic() - start, 2),
@@ -256,9 +263,10 @@ async def settled(rt: Runtime, report: Report) -> dict[str, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    # The toy's sums are exact in float32, and MLX's own products on a GPU are not unless told so.
-    os.environ.setdefault("MLX_ENABLE_TF32", "0")
     options = parse(arguments)
+    if not options.model:
+        # The toy's sums are exact in float32, and MLX's own products on a GPU are not unless told so.
+        os.environ.setdefault("MLX_ENABLE_TF32", "0")
     report, running = Report(options.seed), []
     path = options.report or Path(f"stress-{options.seed}-{options.backend}.json")
 

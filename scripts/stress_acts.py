@@ -90,10 +90,11 @@ class Acts:
         await self._family.read(held, generation, params, _length(op, params))
 
     async def _fork_running(self, op: Op, held: Held) -> None:
-        """Fork in the middle of a generation, which goes on."""
+        """Fork in the middle of a generation, which goes on: it may have got ahead of its reader."""
         params = self._params(op, held)
         generation = held.seq.generate(params, deadline=op.deadline)
         read = await self._family.read(held, generation, params, int(op.fraction * params.max_tokens))
+        await passes(op.seed % 16)
         await self._fork(op, held)
         await self._family.read(held, generation, params, params.max_tokens, read)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import toy_model
 from stress_oracle import Oracle
 from stress_report import Report
@@ -118,20 +119,33 @@ class Family:
                 held.shadow = held.seq.tokens
 
     async def check_kv(self, several: Iterable[Held], layers: Iterable[int]) -> None:
-        """Every row of K and V that the sequences claim to have computed."""
+        """Every row of K and V that the sequences claim to have computed and not to have given back."""
         for held, layer in itertools.product(list(several), layers):
             found = await held.seq.read_kv(layer)
             rows = len(found[0])
             if rows > len(held.shadow):
                 self.wrong(held, f"K and V of {rows} tokens in layer {layer}")
                 continue
-            self.report.kv_rows += rows
+            gone = self._given_back(held, found[0])
+            self.report.kv_rows += rows - gone
+            self.report.rows_given_back += gone
             for name, got, expected in zip("KV", found, self.oracle.kv(held.shadow[:rows], layer), strict=True):
+                got, expected = got[gone:], expected[gone:]
                 if not np.array_equal(got, expected):
                     row = int(np.flatnonzero((got != expected).any(axis=(1, 2)))[0])
                     self.wrong(
                         held, f"{name} of layer {layer} at {row} is {got[row].tolist()}, not {expected[row].tolist()}"
                     )
+
+    def _given_back(self, held: Held, k: npt.NDArray[np.float32]) -> int:
+        """How many of the first rows are no more; none that the next query sees may be among them."""
+        here = np.flatnonzero(~np.isnan(k).all(axis=(1, 2)))
+        gone = int(here[0]) if len(here) else len(k)
+        window = self.oracle.window
+        if gone and (window is None or gone > min(len(k), len(held.shadow) - 1) - window + 1):
+            self.wrong(held, f"the first {gone} of {len(k)} rows of K were given back")
+            return 0
+        return gone
 
     def wrong(self, held: Held, what: str) -> None:
         self.report.wrong(self.now, f"{held.seq!r}: {what}; its tokens should be {held.shadow}")

@@ -16,6 +16,7 @@ from pagefork.runtime import Runtime, SamplingParams
 
 class Oracle(Protocol):
     """shortest, longest: how many tokens a sequence may have. layers: those whose K and V can be told, maybe none.
+    window: the widest layer's; None where a layer sees all positions, or it is not known.
 
     demand: tokens that one task's sequences would hold at peak in a pool without end, shared ones counted once;
     measured.
@@ -23,6 +24,7 @@ class Oracle(Protocol):
 
     vocab: int
     layers: int
+    window: int | None
     shortest: int
     longest: int
     demand: float
@@ -50,6 +52,8 @@ class ToyOracle(Oracle):
 
     vocab = toy_model.VOCAB
     layers = toy_model.LAYERS
+    windows = toy_model.ALL
+    window: int | None = None
     shortest = 0
     longest = 64
     demand = 28.0
@@ -64,13 +68,22 @@ class ToyOracle(Oracle):
         return list(op.tokens)
 
     def best(self, tokens: Sequence[int], k: int) -> list[int]:
-        return toy_model.best(tokens, k)
+        return toy_model.best(tokens, k, self.windows)
 
     def logprobs(self, tokens: Sequence[int]) -> npt.NDArray[np.float64] | None:
-        return toy_model.logprobs(tokens)
+        return toy_model.logprobs(tokens, self.windows)
 
     def kv(self, tokens: Sequence[int], layer: int) -> Any:
-        return toy_model.expected_kv(tokens, layer)
+        return toy_model.expected_kv(tokens, layer, self.windows)
+
+
+class NarrowOracle(ToyOracle):
+    """The toy with a window in each layer; sequences may be longer than what is held of them."""
+
+    windows = toy_model.NARROW
+    window = windows[1]
+    longest = 96
+    demand = 20.0
 
 
 # Two appends in either order, and sampled tokens, would leave the known track.
@@ -84,6 +97,7 @@ class LoneOracle(Oracle):
     PROMPT = 24
     ANSWER = 24
     layers = 0
+    window = None
     shortest = PROMPT
     longest = PROMPT + ANSWER
     demand = 32.0

@@ -30,6 +30,7 @@ class Report:
     beams: int = 0
     crashes: int = 0
     kv_rows: int = 0
+    rows_given_back: int = 0
     content_errors: int = 0
     failures: list[str] = field(default_factory=list)
     recent: deque[tuple[int, int, Op, str]] = field(default_factory=lambda: deque(maxlen=RECENT))

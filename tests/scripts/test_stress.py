@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import schedule
 import stress
@@ -24,7 +25,7 @@ from pagefork.cache.blocks import BlockPool
 from pagefork.cache.ledger import Grant, Ledger
 from pagefork.kernels import dispatch
 from pagefork.kernels.device import Device
-from pagefork.runtime import Runtime
+from pagefork.runtime import Runtime, holdings
 from pagefork.runtime.actor import Envelope
 from pagefork.runtime.allocator import Allocator
 from pagefork.runtime.messages import Publish, Release, Reserve
@@ -72,7 +73,9 @@ def in_process(*arguments: str, backend: str = "asyncio", view: NoView | None = 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("load", [[], EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize(
+    "load", [[], EVERYTHING, ["--window", *EVERYTHING]], ids=["plain", "everything", "everything with windows"]
+)
 def test_a_full_pool_loses_and_mixes_up_nothing(backend: str, load: list[str], tmp_path: Path) -> None:
     status, result = run("--ops", "1000", "--seed", "3", "--backend", backend, *load, cwd=tmp_path)
     assert status == 0, result
@@ -83,6 +86,8 @@ def test_a_full_pool_loses_and_mixes_up_nothing(backend: str, load: list[str], t
     happened = ["exhausted", "preemptions", "waited", "forks", "cancels", "copies", "tokens", "kv_rows_checked"]
     if load:
         happened += ["prefix_hits", "evictions", "beams", "crashes"]
+    if "--window" in load:
+        happened += ["kv_rows_given_back"]
     assert [name for name in happened if result[name] <= 0] == []
     assert not list(tmp_path.iterdir())
 
@@ -97,7 +102,8 @@ def test_a_real_model_says_under_stress_what_it_says_alone(monkeypatch: pytest.M
     assert result["ok"] and result["tokens"] > 0, result
 
 
-def test_the_pool_is_a_share_of_the_demand() -> None:
+@pytest.mark.parametrize("load", [[], ["--window"]], ids=["all", "windows"])
+def test_the_pool_is_a_share_of_the_demand(load: list[str]) -> None:
     class Highest(NoView):
         every = 0.02
         blocks = 0
@@ -106,9 +112,10 @@ def test_the_pool_is_a_share_of_the_demand() -> None:
             self.blocks = max(self.blocks, picture.own + picture.shared)
 
     view = Highest()
-    result = in_process("--ops", "960", "--sequences", "24", "--blocks", "2048", view=view)
+    result = in_process("--ops", "960", "--sequences", "24", "--blocks", "2048", *load, view=view)
     assert result["ok"] and result["exhausted"] == result["preemptions"] == result["waited"] == 0
-    all_of_it = stress.pool_size(stress.parse(["--sequences", "24", "--demand", "1"]), stress.ToyOracle)
+    options = stress.parse(["--sequences", "24", "--demand", "1", *load])
+    all_of_it = stress.pool_size(options, stress.oracle_of(options))
     assert 0.7 * all_of_it < view.blocks < 1.4 * all_of_it
 
 
@@ -175,6 +182,19 @@ def test_a_published_block_that_is_not_computed_is_noticed(monkeypatch: pytest.M
     assert not result["ok"] and result["content_errors"] > 0
 
 
+def test_a_block_that_is_given_back_while_a_window_sees_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = holdings.first_needed
+    monkeypatch.setattr(holdings, "first_needed", lambda position, *rest: needed(position + 4, *rest))
+    result = in_process("--ops", "400", "--sequences", "16", "--window")
+    assert not result["ok"] and result["content_errors"] > 0
+
+
+def test_a_sequence_that_goes_on_from_what_was_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdings.Holdings, "goes_on", lambda self, length: True)
+    result = in_process("--ops", "400", "--sequences", "16", "--window")
+    assert not result["ok"] and result["content_errors"] > 0
+
+
 def test_a_lost_release_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     post, lost = Allocator.post, []
 
@@ -190,18 +210,21 @@ def test_a_lost_release_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_toy_model_says_what_its_shadow_says() -> None:
-    tokens = [5, 63, 0, 17, 17, 2, 40]
-    async with Runtime.open((toy_model.ToyModel(), None), blocks=16, block_size=4) as rt:
+@pytest.mark.parametrize("windows", [toy_model.ALL, (2, None), (None, 5), (3, 4)])
+async def test_the_toy_model_says_what_its_shadow_says(windows: toy_model.Windows) -> None:
+    tokens = [5, 63, 0, 17, 17, 2, 40, 33, 1]
+    async with Runtime.open((toy_model.ToyModel(windows), None), blocks=16, block_size=4) as rt:
         seq = await rt.sequence(tokens)
         top = await seq.topk(6)
         for layer in range(toy_model.LAYERS):
             k, v = await seq.read_kv(layer)
-            expected = toy_model.expected_kv(tokens, layer)
-            assert (k == expected[0]).all() and (v == expected[1]).all()
-    assert [token for token, _ in top] == toy_model.best(tokens, 6)
+            expected = toy_model.expected_kv(tokens, layer, windows)
+            kept = 4 if np.isnan(k[0]).all() else 0
+            assert (k == expected[0])[kept:].all() and (v == expected[1])[kept:].all()
+    assert kept == (4 if windows == (3, 4) else 0), "given back where every layer has a window"
+    assert [token for token, _ in top] == toy_model.best(tokens, 6, windows)
     assert [logprob for _, logprob in top] == pytest.approx(
-        [toy_model.logprobs(tokens)[token] for token, _ in top], abs=1e-3
+        [toy_model.logprobs(tokens, windows)[token] for token, _ in top], abs=1e-3
     )
 
 
