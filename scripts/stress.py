@@ -134,7 +134,7 @@ def open_runtime(options: argparse.Namespace) -> contextlib.AbstractAsyncContext
         block_size=options.block_size,
         # Small, so that jobs wait for lanes, prompts go in chunks and leases are renewed.
         max_batch=32,
-        prefill_step_size=8 if options.window else 24,
+        prefill_step_size=24,
         lease=6,
         patience=PATIENCE,
         prefix_cache=options.prefix,
