@@ -26,7 +26,7 @@ import mlx.core as mx
 from schedule import Load, combined
 from stress_driver import Driver, overdue, remains
 from stress_faults import delay_steps, hush
-from stress_oracle import LoneOracle, NarrowOracle, Oracle, ToyOracle
+from stress_oracle import LoneOracle, NarrowOracle, ToyOracle
 from stress_report import Report, explain, print_crash, resident, write_crash
 from stress_view import Camera, NoView, View, best_view, film
 from toy_model import ToyModel
@@ -118,10 +118,11 @@ def oracle_of(options: argparse.Namespace) -> type[LoneOracle] | type[ToyOracle]
     return LoneOracle if options.model else NarrowOracle if options.window else ToyOracle
 
 
-def pool_size(options: argparse.Namespace, oracle: type[Oracle]) -> int:
+def pool_size(options: argparse.Namespace) -> int:
     """Blocks; enough for the longest sequence in any case."""
     if options.blocks is not None:
         return int(options.blocks)
+    oracle = oracle_of(options)
     wanted = options.demand * oracle.demand * options.sequences
     return max(math.ceil(wanted / options.block_size), -(-2 * oracle.longest // options.block_size))
 
@@ -130,7 +131,7 @@ def open_runtime(options: argparse.Namespace) -> contextlib.AbstractAsyncContext
     oracle = oracle_of(options)
     return Runtime.open(
         (ToyModel(oracle.windows), None) if issubclass(oracle, ToyOracle) else options.model,
-        blocks=pool_size(options, oracle),
+        blocks=pool_size(options),
         block_size=options.block_size,
         # Small, so that jobs wait for lanes, prompts go in chunks and leases are renewed.
         max_batch=32,

@@ -114,8 +114,7 @@ def test_the_pool_is_a_share_of_the_demand(load: list[str]) -> None:
     view = Highest()
     result = in_process("--ops", "960", "--sequences", "24", "--blocks", "2048", *load, view=view)
     assert result["ok"] and result["exhausted"] == result["preemptions"] == result["waited"] == 0
-    options = stress.parse(["--sequences", "24", "--demand", "1", *load])
-    all_of_it = stress.pool_size(options, stress.oracle_of(options))
+    all_of_it = stress.pool_size(stress.parse(["--sequences", "24", "--demand", "1", *load]))
     assert 0.7 * all_of_it < view.blocks < 1.4 * all_of_it
 
 
