@@ -84,7 +84,7 @@ class _Operator(Party):
 
 
 class _Ticket:
-    __slots__ = ("chain", "deadline", "length", "number", "party", "rank", "tokens", "waiting", "write_from")
+    __slots__ = ("chains", "deadline", "length", "number", "party", "rank", "tokens", "waiting", "write_from")
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class _Ticket:
         self.write_from = write_from
         self.tokens = tokens
         self.deadline = deadline
-        self.chain: Chain | None = None
+        self.chains: Sequence[Chain] = ()
         self.waiting = False
 
 
@@ -194,7 +194,7 @@ class Arbiter:
         while (head := self._queue.peek()) is not None:
             quote = self._quote(head)
             if quote.short:
-                victims = self._victims.name(head.rank, head.party.owner, quote, now)
+                victims = self._victims.name(head.rank, quote, now)
                 events += [self._preempt(self._parties[victim.owner]) for victim in victims]
                 break
             self._end(head)
@@ -267,8 +267,8 @@ class Arbiter:
 
     def _quote(self, ticket: _Ticket) -> Quote:
         owner = ticket.party.owner
-        quote = self.ledger.quote(owner, ticket.length, ticket.write_from, ticket.tokens, ticket.chain)
-        ticket.chain = quote.chain
+        quote = self.ledger.quote(owner, ticket.length, ticket.write_from, ticket.tokens, ticket.chains)
+        ticket.chains = quote.chains
         return quote
 
     def _grant(self, ticket: _Ticket, quote: Quote) -> Granted:

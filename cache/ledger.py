@@ -14,32 +14,35 @@ from pagefork.cache.table import BlockTable
 
 @dataclass(frozen=True)
 class Grant:
-    """An owner's table from entry `first` on, and the copies (source, destination, filled rows) due before a write.
+    """Each of an owner's tables from entry `first` on, and the copies (source, destination, filled rows) due before a
+    write.
 
-    hit: tokens at the table's start whose K and V are in its blocks already, found in the prefix index.
+    hit: tokens at the tables' start whose K and V are in their blocks already, found in the prefix index. trimmed:
+    with a hit, how many entries at the start of the tables with a window are holes.
     """
 
     first: int
-    ids: list[int]
+    ids: list[list[int]]
     copies: list[tuple[int, int, int]]
     hit: int = 0
+    trimmed: int = 0
 
 
 @dataclass(slots=True)
 class Quote:
     """What a `reserve` would take now: `new` blocks, when at most `spare` can be had. Good until the ledger changes.
 
-    revived: idle blocks that it would adopt, not among those to spare. chain, adopted: the published chain that the
-    owner would begin with, and its block ids. replaced: table entries that would get a fresh block. withdrawn: block
-    ids that would be unpublished and written in place.
+    revived: idle blocks that it would adopt, not among those to spare. chains, adopted: for each table the published
+    chain that it would begin with, all of one depth, and the blocks of it that the owner would hold. replaced: (table,
+    entry, block) that would get a fresh block. withdrawn: block ids that would be unpublished and written in place.
     """
 
     new: int
     spare: int
     revived: int = 0
-    chain: Chain | None = None
-    adopted: Sequence[int] = ()
-    replaced: Sequence[int] = ()
+    chains: Sequence[Chain] = ()
+    adopted: Sequence[Sequence[int]] = ()
+    replaced: Sequence[tuple[int, int, int]] = ()
     withdrawn: Sequence[int] = ()
 
     @property
@@ -56,28 +59,35 @@ class Quote:
 class Ledger:
     """Tables by owner over one pool. Every call takes effect whole or, raising, not at all.
 
+    An owner has a table for each group of layers, and all cover the same positions; where a group has a window its
+    table may begin with holes. Any block may serve any group.
+
     An owner comes into being with its first `reserve` or as a child of `share`; `release` returns all that it
     holds, pins included. A copy's source stays pinned until `copied`, so nobody overwrites it before it was read.
     Blocks that were published stay in the pool when nobody holds them, found again by their tokens, until an
     allocation finds no free ones: free + idle + held = all. Costs depend on the blocks of a call, never on the pool.
     """
 
-    def __init__(self, pool: BlockPool, prefix: bool = True, namespace: str = "", *, window: int | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, prefix: bool = True, namespace: str = "", *, windows: Sequence[int | None] = (None,)
+    ) -> None:
         """`prefix` False: nothing is published or adopted. `namespace` names the weights, see PrefixIndex.
 
-        `window`: a query at position i reads none before `i - window + 1`, in any layer. None: it may read all.
+        `windows`: of each group, a query at position i reads none before `i - window + 1`. None: it may read all.
         """
         self.pool = pool
         self.prefix = prefix
-        self.window = window
+        self.windows = tuple(windows)
         self.index = PrefixIndex(pool, namespace)
+        names = [namespace, *(f"{namespace}\0{group}" for group in range(1, len(self.windows)))]
+        self._roots = [self.index.root_of(name) for name in names]
         self.copies = 0
         self.copied_rows = 0
         self.hits = 0
         self.hit_tokens = 0
         self.peak = 0
-        self._tables: dict[int, BlockTable] = {}
-        self._chains: dict[int, Chain] = {}
+        self._tables: dict[int, list[BlockTable]] = {}
+        self._chains: dict[int, list[Chain]] = {}
         self._pins: dict[int, list[int]] = {}
 
     @property
@@ -104,22 +114,24 @@ class Ledger:
         """How many idle blocks were given to others so far."""
         return self.index.evictions
 
-    def table(self, owner: int) -> BlockTable | None:
-        """The owner's table, not to be changed; None for an owner that holds nothing."""
-        return self._tables.get(owner)
+    def table(self, owner: int, group: int = 0) -> BlockTable | None:
+        """The owner's table for a group, not to be changed; None for an owner that holds nothing."""
+        tables = self._tables.get(owner)
+        return None if tables is None else tables[group]
 
     def held(self, owner: int) -> Ids:
         """The blocks whose references `release` would return, those of pins included, int32."""
-        table, pins = self._tables.get(owner), self._pins.get(owner)
-        ids = np.empty(0, dtype=np.int32) if table is None else table.live
-        return np.concatenate([ids, np.array(pins, dtype=np.int32)]) if pins else ids
+        parts = [table.live for table in self._tables.get(owner, ())]
+        if pins := self._pins.get(owner):
+            parts.append(np.array(pins, dtype=np.int32))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
     def span(self, owner: int, length: int) -> int:
-        """How many blocks the owner's table names once it covers `length` tokens."""
-        table = self._tables.get(owner)
-        if table is None:
-            return -(-length // self.pool.block_size)
-        return table.blocks_for(max(length, table.length)) - table.trimmed
+        """How many blocks the owner's tables name once they cover `length` tokens."""
+        tables = self._tables.get(owner)
+        if tables is None:
+            return len(self.windows) * -(-length // self.pool.block_size)
+        return sum(table.blocks_for(max(length, table.length)) - table.trimmed for table in tables)
 
     def quote(
         self,
@@ -127,31 +139,34 @@ class Ledger:
         length: int,
         write_from: int | None = None,
         tokens: Tokens | None = None,
-        known: Chain | None = None,
+        known: Sequence[Chain] = (),
     ) -> Quote:
         """What `reserve` with these arguments would take. Changes nothing.
 
-        `known`: the chain of an earlier quote for the same tokens, from which the search goes on.
+        `known`: the chains of an earlier quote for the same tokens, from which the search goes on.
         """
-        table = self._tables.get(owner)
-        if table is not None and len(table):
-            length = max(length, table.length)
-            replaced, withdrawn = self._unwritable(table, length, write_from)
-            new = table.missing(length) + len(replaced)
+        tables = self._tables.get(owner)
+        if tables is not None and len(tables[0]):
+            length = max(length, tables[0].length)
+            replaced, withdrawn = self._unwritable(tables, length, write_from)
+            new = len(tables) * tables[0].missing(length) + len(replaced)
             return Quote(new, self.available, replaced=replaced, withdrawn=withdrawn)
-        size = self.pool.block_size
-        new = -(-length // size)
+        size, groups = self.pool.block_size, len(self.windows)
+        entries = -(-length // size)
         if tokens is None or not self.prefix or not len(self.index):
-            return Quote(new, self.available)
+            return Quote(groups * entries, self.available)
         # The last token is left to compute, or there would be no logits to go on from. With a window, the blocks that
         # are found may be many and those that are needed few.
-        stop = (len(tokens) - 1 if self.window else min(len(tokens) - 1, length)) // size
-        chain = self.index.follow(known or self.index.root, tokens, stop)
-        adopted = self.index.ids(chain)
-        if self.window:
-            adopted = adopted[first_needed(chain.depth * size, self.window, size) :]
-        revived = self.index.count_idle(adopted)
-        return Quote(max(0, new - chain.depth), self.available - revived, revived, chain, adopted)
+        stop = (len(tokens) - 1 if any(self.windows) else min(len(tokens) - 1, length)) // size
+        chains = [self.index.follow(chain, tokens, stop) for chain in known or self._roots]
+        depth = min(chain.depth for chain in chains)
+        chains = [self.index.clip(chain, depth) for chain in chains]
+        adopted = [
+            self.index.ids(chain)[first_needed(depth * size, window, size) if window else 0 :]
+            for chain, window in zip(chains, self.windows, strict=True)
+        ]
+        revived = sum(map(self.index.count_idle, adopted))
+        return Quote(groups * max(0, entries - depth), self.available - revived, revived, chains, adopted)
 
     def reserve(self, owner: int, length: int, write_from: int | None = None, tokens: Tokens | None = None) -> Grant:
         """Cover `length` tokens; with `write_from`, make the blocks of positions `[write_from, length)` its own.
@@ -159,8 +174,8 @@ class Ledger:
         A block shared with others is replaced by a fresh one and a copy of its rows before `write_from`; one that is
         only published is unpublished. An owner without blocks first adopts the longest published chain that `tokens`
         begin with, at most `(len(tokens) - 1) // block_size` blocks, and writes behind it: `write_from` does not
-        matter then. With a window the chain may be longer than `length`, and the owner adopts the end of it that the
-        next token needs, after holes. All or nothing: BlocksExhausted when too few blocks are free or idle.
+        matter then. With a window the chain may be longer than `length`, and of it a table with a window adopts the end
+        that the next token needs, after holes. All or nothing: BlocksExhausted when too few blocks are free or idle.
         """
         quote = self.quote(owner, length, write_from, tokens)
         if quote.short:
@@ -169,31 +184,35 @@ class Ledger:
 
     def take(self, owner: int, length: int, write_from: int | None, quote: Quote) -> Grant:
         """Reserve what was just quoted for the same arguments, with nothing short and no call in between."""
-        table = self._tables.get(owner)
-        if table is None:
-            table = BlockTable(self.pool.block_size)
-        hit = self._adopt(owner, table, quote)
-        length = max(length, table.length)
+        tables = self._tables.get(owner)
+        if tables is None:
+            tables = [BlockTable(self.pool.block_size) for _ in self.windows]
+        hit = self._adopt(owner, tables, quote)
+        length = max(length, tables[0].length)
         replaced, withdrawn = quote.replaced, quote.withdrawn
         if quote.new > self.pool.num_free:
             self.index.evict(quote.new - self.pool.num_free)
-            # What went with the evicted blocks may have been published ones of this table.
+            # What went with the evicted blocks may have been published ones of these tables.
             if replaced or withdrawn:
-                replaced, withdrawn = self._unwritable(table, length, write_from)
-        missing = table.missing(length)
-        fresh = self.pool.allocate(len(replaced) + missing)
+                replaced, withdrawn = self._unwritable(tables, length, write_from)
+        missing = tables[0].missing(length)
+        fresh = self.pool.allocate(len(replaced) + len(tables) * missing)
         for block in withdrawn:
             if self.index.published[block]:
                 self.index.unpublish(block)
-        first = table.trimmed if hit else min([len(table), *replaced])
-        copies = self._replace(owner, table, replaced, fresh.tolist(), write_from or 0)
-        table.grow(fresh[len(replaced) :])
-        table.advance(length - table.length)
-        self._tables[owner] = table
+        first = min(table.trimmed for table in tables) if hit else min([len(tables[0]), *(at for _, at, _ in replaced)])
+        copies = self._replace(owner, tables, replaced, fresh.tolist(), write_from or 0)
+        at = len(replaced)
+        for table in tables:
+            table.grow(fresh[at : at + missing])
+            table.advance(length - table.length)
+            at += missing
+        self._tables[owner] = tables
         if write_from is not None and not hit:
             self._clip(owner, write_from)
         self.peak = max(self.peak, self.referenced)
-        return Grant(first, table.ids[first:].tolist(), copies, hit)
+        trimmed = max(table.trimmed for table in tables) if hit else 0
+        return Grant(first, [table.ids[first:].tolist() for table in tables], copies, hit, trimmed)
 
     def publish(self, owner: int, tokens: Tokens, computed: int) -> None:
         """Let others find the owner's full blocks among those of its first `computed` tokens.
@@ -201,48 +220,58 @@ class Ledger:
         `tokens`: the owner's, at least `computed` of them; K and V of those must be written, or be so before anything
         that a later grant lets read them. Costs what is new since the last call.
         """
-        table = self._tables.get(owner)
-        if table is None or not self.prefix:
+        tables = self._tables.get(owner)
+        if tables is None or not self.prefix:
             return
-        stop = min(computed, table.length) // self.pool.block_size
-        chain = self._chains.get(owner, self.index.root)
-        if table.trimmed and self.index.depth(chain) < table.trimmed:
-            return  # what comes before was evicted, and is not in the table either
-        if stop > chain.depth:
-            self._chains[owner] = self.index.publish(chain, tokens, table.ids, stop)
+        stop = min(computed, tables[0].length) // self.pool.block_size
+        chains = self._chains.setdefault(owner, self._roots[:])
+        for group, (table, chain) in enumerate(zip(tables, chains, strict=True)):
+            if table.trimmed and self.index.depth(chain) < table.trimmed:
+                continue  # what comes before was evicted, and is not in the table either
+            if stop > chain.depth:
+                chains[group] = self.index.publish(chain, tokens, table.ids, stop)
 
     def share(self, owner: int, children: Sequence[int], length: int) -> None:
-        """Give each child a table of the owner's first `length` tokens: the same blocks, one more reference each."""
-        table = self._tables.get(owner) or BlockTable(self.pool.block_size)
-        length = min(length, table.length)
-        chain = self._chains.get(owner)
-        if chain is not None:
-            chain = self.index.clip(chain, length // self.pool.block_size)
+        """Give each child tables of the owner's first `length` tokens: the same blocks, one more reference each.
+
+        They are empty where a window's table has nothing but holes for so many.
+        """
+        tables = self._tables.get(owner) or [BlockTable(self.pool.block_size) for _ in self.windows]
+        length = min(table.readable(min(length, table.length)) for table in tables)
+        chains = self._chains.get(owner)
+        if chains is not None:
+            chains = [self.index.clip(chain, length // self.pool.block_size) for chain in chains]
         for child in children:
-            copy = table.fork(length)
-            self.pool.retain(copy.live)
-            self._tables[child] = copy
-            if chain is not None:
-                self._chains[child] = chain
+            self._tables[child] = copies = [table.fork(length) for table in tables]
+            for copy in copies:
+                self.pool.retain(copy.live)
+            if chains is not None:
+                self._chains[child] = chains[:]
 
     def trim(self, owner: int, start: int) -> int:
-        """Let go of the blocks whose positions all lie before `start`; returns how many became free or idle.
+        """Let go of the blocks whose positions all lie before `start`, in the tables with a window; returns how many
+        became free or idle.
 
         Neither the owner nor a step in flight may read them. TableError when none would be left. While copies of the
         owner's are to be done it keeps all, since one of them may be the target. Cost: those let go.
         """
-        table = self._tables.get(owner)
-        if table is None or not len(table) or owner in self._pins:
+        tables = self._tables.get(owner)
+        if tables is None or not len(tables[0]) or owner in self._pins:
             return 0
-        return self._drop(table.trim(start))
+        windowed = [table for table, window in zip(tables, self.windows, strict=True) if window is not None]
+        return sum(self._drop(table.trim(start)) for table in windowed)
 
     def shrink(self, owner: int, length: int) -> int:
-        """Keep the blocks of the first `length` tokens; returns how many blocks became free or idle."""
-        table = self._tables.get(owner)
-        if table is None or length > table.length:
+        """Keep the blocks of the first `length` tokens; returns how many blocks became free or idle.
+
+        None is kept where a window's table has nothing but holes for so many.
+        """
+        tables = self._tables.get(owner)
+        if tables is None or length > tables[0].length:
             return 0
+        length = min(table.readable(length) for table in tables)
         self._clip(owner, length)
-        return self._drop(table.truncate(length))
+        return sum(self._drop(table.truncate(length)) for table in tables)
 
     def copied(self, owner: int) -> int:
         """The owner's copies are done: let their sources go. Returns how many blocks became free or idle."""
@@ -255,19 +284,22 @@ class Ledger:
         Returns how many blocks became free or idle.
         """
         freed = self.copied(owner)
-        table = self._tables.pop(owner, None)
-        chain = self._chains.pop(owner, None)
-        if table is not None:
-            freed += self._drop(table.live)
-        if chain is not None and (chain.borrowed or (table is not None and table.trimmed)):
-            self.index.touch(chain)  # its head became idle first, but is to be evicted last
+        tables = self._tables.pop(owner, [])
+        chains = self._chains.pop(owner, [])
+        freed += sum(self._drop(table.live) for table in tables)
+        for group, chain in enumerate(chains):
+            if chain.borrowed or (tables and tables[group].trimmed):
+                self.index.touch(chain)  # its head became idle first, but is to be evicted last
         return freed
 
     def check(self) -> None:
         """Raise AssertionError unless refcounts equal what tables, pins and index name (P1). Cost: all blocks."""
         expected = np.zeros(self.pool.num_blocks, dtype=np.int64)
-        for table in self._tables.values():
-            np.add.at(expected, table.live, 1)
+        for tables in self._tables.values():
+            if len({(len(table), table.length) for table in tables}) > 1:
+                raise AssertionError("the tables of an owner differ in what they cover")
+            for table in tables:
+                np.add.at(expected, table.live, 1)
         for pins in self._pins.values():
             np.add.at(expected, pins, 1)
         held = int((expected > 0).sum())
@@ -279,48 +311,52 @@ class Ledger:
             raise AssertionError("free, idle and held blocks do not add up to the pool")
         self.index.check()
 
-    def _adopt(self, owner: int, table: BlockTable, quote: Quote) -> int:
-        if not quote.adopted or quote.chain is None:
+    def _adopt(self, owner: int, tables: list[BlockTable], quote: Quote) -> int:
+        if not any(quote.adopted):
             return 0
-        self.index.adopt(quote.adopted)
-        if skipped := quote.chain.depth - len(quote.adopted):
-            table.skip(skipped)
-            self.index.touch(quote.chain)
-        table.grow(quote.adopted)
-        hit = table.capacity
-        table.advance(hit)
-        self._chains[owner] = quote.chain
+        for table, chain, ids in zip(tables, quote.chains, quote.adopted, strict=True):
+            self.index.adopt(ids)
+            if skipped := chain.depth - len(ids):
+                table.skip(skipped)
+                self.index.touch(chain)
+            table.grow(ids)
+            table.advance(table.capacity)
+        hit = tables[0].length
+        self._chains[owner] = list(quote.chains)
         self.hits += 1
         self.hit_tokens += hit
         return hit
 
     def _unwritable(
-        self, table: BlockTable, length: int, write_from: int | None
-    ) -> tuple[Sequence[int], Sequence[int]]:
-        """Of what is to be written: entries whose block has other holders, and blocks that are only published."""
-        if write_from is None or write_from >= table.capacity:
+        self, tables: list[BlockTable], length: int, write_from: int | None
+    ) -> tuple[Sequence[tuple[int, int, int]], Sequence[int]]:
+        """Of what is to be written: (table, entry, block) with other holders, and blocks that are only published."""
+        if write_from is None or write_from >= tables[0].capacity:
             return (), ()
-        refcounts = self.pool.refcounts
-        entries = table.shared(write_from, min(length, table.capacity), refcounts).tolist()
-        if not entries:
-            return (), ()
-        replaced: list[int] = []
+        refcounts, stop = self.pool.refcounts, min(length, tables[0].capacity)
+        replaced: list[tuple[int, int, int]] = []
         withdrawn: list[int] = []
-        for entry in entries:
-            block = int(table.ids[entry])
-            if refcounts[block] == 2 and self.index.published[block]:
-                withdrawn.append(block)
-            else:
-                replaced.append(entry)
+        for group, table in enumerate(tables):
+            for entry in table.shared(write_from, stop, refcounts).tolist():
+                block = int(table.ids[entry])
+                if refcounts[block] == 2 and self.index.published[block]:
+                    withdrawn.append(block)
+                else:
+                    replaced.append((group, entry, block))
         return replaced, withdrawn
 
     def _replace(
-        self, owner: int, table: BlockTable, entries: Sequence[int], fresh: list[int], write_from: int
+        self,
+        owner: int,
+        tables: list[BlockTable],
+        replaced: Sequence[tuple[int, int, int]],
+        fresh: list[int],
+        write_from: int,
     ) -> list[tuple[int, int, int]]:
         copies = []
-        for entry, block in zip(entries, fresh, strict=False):
-            old = table.replace(entry, block)
-            filled = table.filled(entry, write_from)
+        for (group, entry, old), block in zip(replaced, fresh, strict=False):
+            tables[group].replace(entry, block)
+            filled = tables[group].filled(entry, write_from)
             if filled:
                 copies.append((old, block, filled))
                 self._pins.setdefault(owner, []).append(old)
@@ -332,10 +368,11 @@ class Ledger:
 
     def _clip(self, owner: int, length: int) -> None:
         """Positions from `length` on will hold something else: the owner's chain ends before them."""
-        chain = self._chains.get(owner)
         depth = length // self.pool.block_size
-        if chain is not None and chain.depth > depth:
-            self._chains[owner] = self.index.clip(chain, depth)
+        chains = self._chains.get(owner, [])
+        for group, chain in enumerate(chains):
+            if chain.depth > depth:
+                chains[group] = self.index.clip(chain, depth)
 
     def _drop(self, ids: Ids) -> int:
         return self.pool.free(ids) + self.index.settle(ids)

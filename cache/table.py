@@ -78,6 +78,10 @@ class BlockTable:
         """How many blocks `length` tokens occupy."""
         return -(-length // self._block_size)
 
+    def readable(self, length: int) -> int:
+        """`length`, or 0 where the entries of so many tokens are holes alone."""
+        return length if length > self._trimmed * self._block_size else 0
+
     def missing(self, length: int) -> int:
         """How many more blocks the table needs to cover `length` tokens; 0 when it does."""
         return max(0, self.blocks_for(length) - self._count)
@@ -129,7 +133,7 @@ class BlockTable:
         """
         length = self._length if length is None else length
         self._check_length(length)
-        length = self._readable(length)
+        length = self.readable(length)
         child = BlockTable.__new__(BlockTable)
         child._block_size = self._block_size
         child._count = self.blocks_for(length)
@@ -145,7 +149,7 @@ class BlockTable:
         only holes would be left the table becomes empty. TableError when `length` exceeds the table's.
         """
         self._check_length(length)
-        length = self._readable(length)
+        length = self.readable(length)
         count = self.blocks_for(length)
         dropped = self._buffer[max(count, self._trimmed) : self._count].copy()
         self._count = min(count, self._count)
@@ -193,10 +197,6 @@ class BlockTable:
             return np.array([self._buffer[start // size] * size + start % size], dtype=np.int32)
         index, offset = np.divmod(np.arange(start, stop, dtype=np.int32), np.int32(size))
         return self._buffer[index] * np.int32(size) + offset
-
-    def _readable(self, length: int) -> int:
-        """`length`, or 0 where the entries of so many tokens are holes alone."""
-        return length if length > self._trimmed * self._block_size else 0
 
     def _check_length(self, length: int) -> None:
         if not 0 <= length <= self._length:

@@ -18,7 +18,6 @@ _RESCAN_EACH = 0.0005  # more for each of them, so that looking at many takes a 
 
 Rank = tuple[float, int]
 _ONE = np.int32(1)
-_NOTHING: Ids = np.empty(0, dtype=np.int32)
 
 
 class Party:
@@ -81,7 +80,7 @@ class Victims:
             self._unmark(party)
             del self._named[party.owner]
 
-    def name(self, rank: Rank, owner: int, quote: Quote, now: float) -> list[Party]:
+    def name(self, rank: Rank, quote: Quote, now: float) -> list[Party]:
         """Further victims for an operation of this rank, until with those named before they cover what it lacks.
 
         Each frees at least one block, alone or with the others, or saves a copy. When nobody is left to name they may
@@ -89,11 +88,10 @@ class Victims:
         """
         if (due := self.rescan_at) is not None and now >= due:
             self._look_again()
-        table = self._ledger.table(owner)
         # A block to be copied needs no copy once its other holders are gone: as good as one freed. And what is to be
         # adopted is nothing to be won.
-        own = table.ids[np.array(quote.replaced, dtype=np.intp)] if table is not None and quote.replaced else _NOTHING
-        adopted = np.array(quote.adopted, dtype=np.int32)
+        own = np.array([block for _, _, block in quote.replaced], dtype=np.int32)
+        adopted = np.array([block for ids in quote.adopted for block in ids], dtype=np.int32)
         np.add.at(self._leaving, own, _ONE)
         np.subtract.at(self._leaving, adopted, _ONE)
         before = [party.leaving for party in self._named.values() if party.leaving is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -10,7 +10,7 @@ import anyio
 from pagefork.cache import arbiter as events
 from pagefork.cache.arbiter import Arbiter
 from pagefork.cache.blocks import BlockPool
-from pagefork.cache.ledger import Ledger
+from pagefork.cache.ledger import Grant, Ledger
 from pagefork.runtime.actor import Actor, Envelope
 from pagefork.runtime.errors import PageforkError
 from pagefork.runtime.messages import (
@@ -45,11 +45,11 @@ class Allocator(Actor):
         *,
         prefix: bool = True,
         max_queue: int | None = None,
-        window: int | None = None,
+        windows: Sequence[int | None] = (None,),
         preempt: Callable[[int], None] = lambda owner: None,
     ) -> None:
         super().__init__("allocator", capacity=4096)
-        self.ledger = Ledger(BlockPool(num_blocks, block_size), prefix, window=window)
+        self.ledger = Ledger(BlockPool(num_blocks, block_size), prefix, windows=windows)
         self.arbiter = Arbiter(self.ledger, max_queue=max_queue)
         self.waited = 0
         self._preempt = preempt
@@ -145,7 +145,7 @@ class Allocator(Actor):
             case events.Yield():
                 envelope.reply.set(Yielded())
             case events.Granted(grant=grant):
-                envelope.reply.set(Granted(grant.first, grant.ids, grant.copies, grant.hit))
+                envelope.reply.set(_granted(grant))
 
     def _tick(self) -> None:
         for event in self.arbiter.tick(anyio.current_time()):
@@ -153,7 +153,7 @@ class Allocator(Actor):
                 case events.Preempt(owner=owner):
                     self._preempt(owner)
                 case events.Granted(ticket=ticket, grant=grant):
-                    self._answer(ticket, Granted(grant.first, grant.ids, grant.copies, grant.hit))
+                    self._answer(ticket, _granted(grant))
                 case events.Yield(ticket=ticket):
                     self._answer(ticket, Yielded())
                 case events.Expired(ticket=ticket, wanted=wanted, spare=spare):
@@ -165,3 +165,7 @@ class Allocator(Actor):
     def _exhausted(self, reserve: Reserve) -> Exhausted:
         quote = self.ledger.quote(reserve.owner, reserve.length, reserve.write_from, reserve.tokens)
         return Exhausted(quote.new, quote.spare, self.ledger.pool.num_blocks)
+
+
+def _granted(grant: Grant) -> Granted:
+    return Granted(grant.first, grant.ids, grant.copies, grant.hit, grant.trimmed)

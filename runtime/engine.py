@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from pagefork.runtime.errors import WorkerDied
+from pagefork.runtime.groups import Groups
 from pagefork.runtime.log import log
 from pagefork.runtime.messages import Message, StepDone, StepFailed
 from pagefork.runtime.sampling import Sampling
@@ -30,23 +31,28 @@ both."""
 
 @dataclass(frozen=True)
 class Segment:
-    """A prompt chunk within a step: rows `[row, row + count)` stand at positions from `start` on."""
+    """A prompt chunk within a step: rows `[row, row + count)` stand at positions from `start` on.
+
+    tables: int32 `[groups, max_blocks]`.
+    """
 
     row: int
     count: int
     start: int
-    table: Ints
+    tables: Ints
 
 
 class StepPlan(Struct, frozen=True):
     """One forward pass over `[T]` flattened tokens: first `[D]` decode rows, then the prompt chunks.
 
-    Its arrays may be another plan's too: only read them.
+    Its arrays may be another plan's too: only read them. Groups of layers have slots and tables of their own, see
+    Groups.
 
-    tokens, positions, slots: int32 `[T]`. feed: int32 `[D]`, the row among the previous step's sampled ids that
-    is this row's token, or -1; empty where no step is in flight. tables: int32 `[D, max_blocks]`; lengths: int32 `[D]`.
-    copies: int32 `[n, 3]`. rows: int32 `[R]`, those that need logits; sampling: one entry for each of them. topk: how
-    many alternatives to report for each of the `rows`, 0 for none.
+    tokens, positions: int32 `[T]`. slots: int32 `[groups, T]`. feed: int32 `[D]`, the row among the previous step's
+    sampled ids that is this row's token, or -1; empty where no step is in flight. tables: int32
+    `[groups, D, max_blocks]`; lengths: int32 `[D]`. copies: int32 `[n, 3]`, of blocks of any group. rows: int32 `[R]`,
+    those that need logits; sampling: one entry for each of them. topk: how many alternatives to report for each of the
+    `rows`, 0 for none.
     """
 
     tokens: Ints
@@ -81,7 +87,7 @@ class Facts:
     """What the actors need to know of an engine.
 
     depth: steps that may be on the device. kv_bytes: those of all pools. blocks: how many it made where that was its to
-    decide. window: no layer's query reads more positions than these last, its own included; None where one reads all.
+    decide: as many for each group of layers.
     """
 
     name: str
@@ -93,7 +99,7 @@ class Facts:
     depth: int
     kv_bytes: int
     blocks: int | None = None
-    window: int | None = None
+    groups: Groups = field(default_factory=Groups)
 
 
 class StepEngine(Protocol):

@@ -14,7 +14,6 @@ from pagefork.cache.kv import KVError, PagedKVCache, UnsupportedDtype
 from pagefork.runtime.attention import Arrays, StepAttention, arrays_of
 from pagefork.runtime.engine import Facts, Ints, StepPlan, StepResult
 from pagefork.runtime.errors import InvalidRequest, KernelMismatch, UnsupportedModel
-from pagefork.runtime.layers import widest_window
 from pagefork.runtime.log import log
 from pagefork.runtime.memory import blocks_that_fit
 from pagefork.runtime.models import Model, Progress, Source, load
@@ -41,8 +40,8 @@ class Engine:
             layers=len(model.layers),
             depth=depth,
             kv_bytes=kv.nbytes,
-            blocks=kv.num_blocks,
-            window=widest_window(model.layers),
+            blocks=kv.num_blocks // len(model.groups.windows),
+            groups=model.groups,
         )
         self._model = model
         self._kv = kv
@@ -72,7 +71,8 @@ class Engine:
         return StepResult(*arrival.read())
 
     def read_kv(self, layer: int, table: Ints, length: int) -> tuple[Any, Any]:
-        k, v = self._kv.read(layer, mx.array(table), length)
+        _, pool = self.facts.groups.places[layer]
+        k, v = self._kv.read(pool, mx.array(table), length)
         return np.array(k.astype(mx.float32)), np.array(v.astype(mx.float32))
 
     def close(self) -> None:
@@ -82,12 +82,11 @@ class Engine:
     def _decode(self, given: Arrays) -> mx.array:
         """Logits of a step of decodes alone, from a trace. The pools are constants of it: they are written in place."""
         assert self._traces is not None
-        width = given.tables.shape[1]
+        width = given.tables[0].shape[1]
         if width not in self._traces:
             self._traces[width] = mx.compile(self._traced(width * self._kv.block_size))
-        arrays = (given.tokens, given.positions, given.slots, given.tables, given.lengths)
         logits: mx.array
-        logits, orders = self._traces[width](*arrays, self._kv.orders(len(given.lengths)))
+        logits, orders = self._traces[width](*given[:5], self._kv.orders(len(given.lengths)))
         self._kv.set_orders(orders)
         return logits
 
@@ -95,14 +94,14 @@ class Engine:
         def step(
             tokens: mx.array,
             positions: mx.array,
-            slots: mx.array,
-            tables: mx.array,
             lengths: mx.array,
+            slots: list[mx.array],
+            tables: list[mx.array],
             orders: list[mx.array],
         ) -> tuple[mx.array, list[mx.array]]:
             self._kv.set_orders(orders)
-            arrays = Arrays(tokens, positions, slots, tables, lengths)
-            how = StepAttention(self._kv, self._model.layers, arrays, longest)
+            arrays = Arrays(tokens, positions, lengths, slots, tables)
+            how = StepAttention(self._kv, self._model.layers, self.facts.groups, arrays, longest)
             logits = self._model(tokens, positions, how.attend, attend_whole=how.attend_whole)
             return logits, self._kv.orders(lengths.shape[0])
 
@@ -116,7 +115,8 @@ class Engine:
         elif len(plan.copies):
             copies = mx.array(plan.copies)
         longest = int(plan.lengths.max(initial=0))
-        how = StepAttention(self._kv, self._model.layers, arrays, longest, plan.segments, copies)
+        layers, groups, alone = self._model.layers, self.facts.groups, self.facts.depth == 1
+        how = StepAttention(self._kv, layers, groups, arrays, longest, plan.segments, copies, waits=alone)
         rows = arrays.rows if len(plan.rows) else None
         whole = how.attend_whole if copies is None else None
         return self._model(arrays.tokens, arrays.positions, how.attend, rows, whole)
@@ -127,8 +127,10 @@ def build(source: Source, blocks: Blocks, block_size: int, progress: Progress | 
     model = load(source, progress=progress)
     if blocks == "auto":
         blocks = blocks_that_fit(model, block_size)
+    groups = model.groups
+    shapes = [model.layers[groups.layer(pool)].shape for pool in range(groups.pools)]
     try:
-        kv = PagedKVCache(blocks, block_size, [(s.kv_heads, s.head_dim) for s in model.layers], model.dtype)
+        kv = PagedKVCache(blocks * len(groups.windows), block_size, shapes, model.dtype)
     except UnsupportedDtype as error:
         raise UnsupportedModel(f"{model.name}: {error}") from error
     except KVError as error:
@@ -138,6 +140,7 @@ def build(source: Source, blocks: Blocks, block_size: int, progress: Progress | 
         "model_loaded",
         model=model.name,
         layers=len(model.layers),
+        groups=len(groups.windows),
         weights_mb=round(model.weight_bytes / 1e6),
         kv_mb=round(kv.nbytes / 1e6),
         device=str(mx.default_device()),

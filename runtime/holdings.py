@@ -1,14 +1,14 @@
-"""What a sequence holds of the pool: its block table, and how far K and V in it are computed and published."""
+"""What a sequence holds of the pool: its block tables, and how far K and V in it are computed and published."""
 
 from __future__ import annotations
 
 import array
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pagefork.cache.ledger import first_needed
 from pagefork.runtime.allocator import Allocator
 from pagefork.runtime.errors import PoolExhausted
+from pagefork.runtime.groups import Window
 from pagefork.runtime.messages import (
     Copied,
     Exhausted,
@@ -27,34 +27,12 @@ Tokens = array.array  # of C ints
 Answer = Granted | Yielded | Exhausted
 
 
-@dataclass(frozen=True)
-class Window:
-    """Every layer's window: no query reads more than the `size` last positions, so blocks before them are given back.
-
-    part: tokens for which blocks are asked at a time beyond those that are computed, or beyond the window's size.
-    """
-
-    size: int
-    part: int
-
-
-def window_of(size: int | None, num_blocks: int, block_size: int, chunk: int) -> Window | None:
-    """The window of a model in a pool, with parts of a prompt chunk where they fit.
-
-    None where a layer has no window (`size` None), or the pool cannot hold a whole one: nothing is given back then.
-    """
-    if size is None:
-        return None
-    size = max(size, 2)  # as `first_needed` counts
-    spare = num_blocks - -(-(size - 1) // block_size) - 1
-    return Window(size, min(chunk, spare * block_size)) if spare > 0 else None
-
-
 class Holdings:
     """The sequence's half of what it and the allocator say to each other. The allocator's ledger is the truth.
 
-    The first `computed` tokens have K and V in the blocks of `table`. `tokens` gives all the sequence has. Of the
-    `table`, the first `trimmed` entries name blocks no more: they were given back, and hold 0.
+    There is a table for each group of layers, and all have as many `entries`. The first `computed` tokens have K and V
+    in their blocks. `tokens` gives all the sequence has. Of the tables with a window, the first `trimmed` entries name
+    blocks no more: they were given back, and hold 0.
     """
 
     def __init__(
@@ -64,10 +42,11 @@ class Holdings:
         block_size: int,
         tokens: Callable[[], Tokens[int]],
         *,
+        groups: int = 1,
         priority: float = 0.0,
         window: Window | None = None,
     ) -> None:
-        self.table = Tokens("i")
+        self.tables = [Tokens("i") for _ in range(groups)]
         self.computed = 0
         self.trimmed = 0
         self._owner = owner
@@ -80,9 +59,14 @@ class Holdings:
         self._active = False
 
     @property
+    def entries(self) -> int:
+        """How many each table has."""
+        return len(self.tables[0])
+
+    @property
     def capacity(self) -> int:
         """Positions that the blocks cover."""
-        return len(self.table) * self._block_size
+        return self.entries * self._block_size
 
     def goes_on(self, length: int) -> bool:
         """Whether a sequence of its first `length` tokens can go on with these blocks.
@@ -94,9 +78,9 @@ class Holdings:
 
     def inherit(self, parent: Holdings, length: int) -> None:
         """Begin with what `parent` holds for its first `length` tokens."""
-        self.table = parent.table[: -(-length // self._block_size)]
+        self.tables = [table[: -(-length // self._block_size)] for table in parent.tables]
         self.computed = min(parent.computed, length)
-        self.trimmed = parent.trimmed if self.table else 0
+        self.trimmed = parent.trimmed if self.entries else 0
 
     def reach(self, length: int) -> int:
         """For how many of `length` tokens to ask for blocks now: with a window, for no more than are held at once."""
@@ -130,7 +114,7 @@ class Holdings:
             self._owner,
             length,
             write_from,
-            tokens=None if self.table else tokens,
+            tokens=None if self.entries else tokens,
             priority=self._priority,
             patience=patience,
         )
@@ -138,14 +122,15 @@ class Holdings:
         return answer
 
     def adopt(self, answer: Granted | Exhausted) -> list[tuple[int, int, int]]:
-        """Take a grant into the table; returns the copies to submit. Raises PoolExhausted."""
+        """Take a grant into the tables; returns the copies to submit. Raises PoolExhausted."""
         if isinstance(answer, Exhausted):
             raise PoolExhausted(answer.wanted, answer.free, answer.total)
         if answer.hit:
-            self.table = Tokens("i", [0]) * answer.first
-            self.trimmed = answer.first
-        self.table[answer.first :] = Tokens("i", answer.ids)
+            self.tables = [Tokens("i", [0]) * answer.first for _ in self.tables]
+        for table, ids in zip(self.tables, answer.ids, strict=True):
+            table[answer.first :] = Tokens("i", ids)
         if answer.hit:
+            self._blank(0, answer.trimmed)
             self.computed = answer.hit
             self._published = answer.hit // self._block_size
         return answer.copies
@@ -165,10 +150,9 @@ class Holdings:
 
     def trim(self, position: int) -> None:
         """Give back the blocks that no query at or after `position` reads; no step in flight has one before it."""
-        first = min(self._needed(position), len(self.table) - 1)
+        first = min(self._needed(position), self.entries - 1)
         if first > self.trimmed:
-            self.table[self.trimmed : first] = Tokens("i", [0]) * (first - self.trimmed)
-            self.trimmed = first
+            self._blank(self.trimmed, first)
             self._allocator.post(Trim(self._owner, first * self._block_size))
 
     def shrink(self, length: int) -> None:
@@ -176,13 +160,15 @@ class Holdings:
         self._clip(length)
         if not self.goes_on(length):
             self.surrender()
-        del self.table[-(-length // self._block_size) :]
+        for table in self.tables:
+            del table[-(-length // self._block_size) :]
         self._allocator.post(Shrink(self._owner, length))
 
     def surrender(self) -> None:
         """Give up every block; what was computed may be found again among the published ones."""
         self.publish(self.computed)
-        del self.table[:]
+        for table in self.tables:
+            del table[:]
         self.trimmed = 0
         self._clip(0)
         self._allocator.post(Surrender(self._owner))
@@ -197,6 +183,13 @@ class Holdings:
         """Return everything, for good."""
         self._active = False
         self._allocator.post(Release(self._owner))
+
+    def _blank(self, start: int, stop: int) -> None:
+        """The entries `[start, stop)` of the tables with a window name no block any more, and none before them does."""
+        self.trimmed = stop
+        if self._window is not None:
+            for table in self.tables[self._window.first :]:
+                table[start:stop] = Tokens("i", [0]) * (stop - start)
 
     def _needed(self, position: int) -> int:
         """The first table entry that a query at or after `position` reads."""

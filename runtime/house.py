@@ -11,7 +11,7 @@ import anyio
 from pagefork.runtime.allocator import Allocator
 from pagefork.runtime.engine import Facts, Ints
 from pagefork.runtime.errors import DeadlineExceeded, RuntimeClosed
-from pagefork.runtime.holdings import Window
+from pagefork.runtime.groups import Window
 from pagefork.runtime.messages import Preempt
 from pagefork.runtime.worker import Worker
 

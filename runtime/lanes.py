@@ -16,14 +16,14 @@ class Lanes:
     position: the next position to be planned; positions below it hold K and V once no step in flight names the lane.
     limit: positions below it may be decoded. named: the last step that named the lane; steps count from 1, in their
     order, and those up to `retired` have retired. row: where among the ids that this step sampled the lane's next token
-    is, until the step retires: then `next_token` holds it. tables: int32 `[lanes, max_blocks]`; edits: how often one
-    was written to.
+    is, until the step retires: then `next_token` holds it. tables: int32 `[groups, lanes, max_blocks]`; edits: how
+    often one was written to.
     """
 
-    def __init__(self, count: int, block_size: int) -> None:
+    def __init__(self, count: int, block_size: int, groups: int = 1) -> None:
         self.block_size = block_size
         self._size = np.int32(block_size)
-        self.tables = np.zeros((count, 8), dtype=np.int32)
+        self.tables = np.zeros((groups, count, 8), dtype=np.int32)
         self.edits = 0
         self.position = np.zeros(count, dtype=np.int32)
         self.limit = np.zeros(count, dtype=np.int32)
@@ -51,7 +51,7 @@ class Lanes:
         self.lease(job, submit.limit)
         self.next_token[lane] = submit.tokens[-1]
         self.running[lane] = False
-        self.set_table(lane, 0, submit.table)
+        self.set_tables(lane, 0, submit.tables)
         if submit.params is not None:
             params = submit.params
             self.key[lane] = submit.key
@@ -72,13 +72,13 @@ class Lanes:
         self.running[lane] = False
         self._free.append(lane)
 
-    def set_table(self, lane: int, first: int, ids: list[int]) -> None:
-        stop = first + len(ids)
-        if stop > self.tables.shape[1]:
-            wider = np.zeros((self.tables.shape[0], max(stop, 2 * self.tables.shape[1])), dtype=np.int32)
-            wider[:, : self.tables.shape[1]] = self.tables
+    def set_tables(self, lane: int, first: int, ids: list[list[int]]) -> None:
+        stop, (groups, lanes, width) = first + len(ids[0]), self.tables.shape
+        if stop > width:
+            wider = np.zeros((groups, lanes, max(stop, 2 * width)), dtype=np.int32)
+            wider[:, :, :width] = self.tables
             self.tables = wider
-        self.tables[lane, first:stop] = ids
+        self.tables[:, lane, first:stop] = ids
         self.edits += 1
 
     def ready(self) -> npt.NDArray[np.intp]:
@@ -94,20 +94,20 @@ class Lanes:
         return bool(self.named[lane] > self.retired)
 
     def slots(self, lanes: npt.NDArray[np.intp], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The slot of each (lane, position); one lane serves for all positions."""
+        """The slot of each (lane, position) in each group, `[groups, rows]`; one lane serves for all positions."""
         index = positions // self._size
-        slots: npt.NDArray[np.int32] = (self.tables[lanes, index] - index) * self._size + positions
+        slots: npt.NDArray[np.int32] = (self.tables[:, lanes, index] - index) * self._size + positions
         return slots
 
     def width(self, length: int) -> int:
         """How many table entries a step of this longest length gets: few different numbers, at most 1/8 too many."""
         blocks = -(-length // self.block_size)
         step = max(8, 1 << max(blocks.bit_length() - 3, 0))
-        return min(-(-blocks // step) * step, self.tables.shape[1])
+        return min(-(-blocks // step) * step, self.tables.shape[2])
 
-    def table(self, lane: int, length: int) -> npt.NDArray[np.int32]:
-        """A copy of the entries that cover `length` positions."""
-        return self.tables[lane, : -(-length // self.block_size)].copy()
+    def tables_of(self, lane: int, length: int) -> npt.NDArray[np.int32]:
+        """A copy of the entries that cover `length` positions, `[groups, entries]`."""
+        return self.tables[:, lane, : -(-length // self.block_size)].copy()
 
     def sampling(self, lanes: npt.NDArray[np.intp]) -> Sampling:
         """The parameters of the rows that `lanes` sample, all but their keys."""

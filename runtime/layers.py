@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,10 @@ class LayerSpec:
     sinks: bool = False
     softcap: float | None = None
 
-
-def widest_window(layers: Sequence[LayerSpec]) -> int | None:
-    """The largest window of the layers; None where one of them has none."""
-    windows = [layer.window for layer in layers]
-    return max((window for window in windows if window is not None), default=None) if None not in windows else None
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a token's K, and of its V: (kv_heads, head_dim)."""
+        return self.kv_heads, self.head_dim
 
 
 def layer_spec(probe: Probe) -> LayerSpec:

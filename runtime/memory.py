@@ -18,11 +18,14 @@ CPU_SHARE = 0.25
 
 
 def blocks_that_fit(model: Model, block_size: int) -> int:
-    """Blocks of `block_size` tokens that the device has room for; call it once the weights are loaded.
+    """Blocks of `block_size` tokens that the device has room for, as many for each group of layers.
 
-    Raises InvalidRequest where not even one block fits.
+    Call it once the weights are loaded. Raises InvalidRequest where not even one block fits.
     """
-    block_bytes = sum(2 * spec.kv_heads * spec.head_dim for spec in model.layers) * block_size * model.dtype.size
+    groups = model.groups
+    shapes = [model.layers[groups.layer(pool)].shape for pool in range(groups.pools)]
+    values = len(groups.windows) * sum(2 * heads * dim for heads, dim in shapes)  # of a token
+    block_bytes = values * block_size * model.dtype.size
     room = _room()
     blocks = min(int(room // block_bytes), (2**31 - 1) // block_size)
     log.info(

@@ -117,16 +117,18 @@ class Reserve(Message, frozen=True):
 
 
 class Granted(Message, frozen=True):
-    """The owner's table from entry `first` on; `copies` are (source, destination, filled rows), to be done first.
+    """The owner's tables from entry `first` on, one for each group of layers; `copies` are (source, destination, filled
+    rows), to be done first.
 
-    hit: the table's first tokens whose K and V are there already, as far as a window lets the next one read them: where
-    the table had no entries, those before `first` have no blocks.
+    hit: the tables' first tokens whose K and V are there already, as far as a window lets the next one read them: of a
+    table with a window the first `trimmed` entries have no blocks then.
     """
 
     first: int
-    ids: list[int]
+    ids: list[list[int]]
     copies: list[tuple[int, int, int]]
     hit: int = 0
+    trimmed: int = 0
 
 
 class Yielded(Message, frozen=True):
@@ -157,7 +159,10 @@ class Shrink(Message, frozen=True):
 
 
 class Trim(Message, frozen=True):
-    """The owner gives back the blocks whose positions all lie before `start`; no step in flight reads them."""
+    """Where a group has a window the owner gives back the blocks whose positions all lie before `start`.
+
+    No step in flight reads them.
+    """
 
     owner: int
     start: int
@@ -205,14 +210,15 @@ class Audit(Message, frozen=True):
 class Submit(Message, frozen=True):
     """Compute `tokens` at positions from `start` on, then sample up to position `end`, or take the best `topk`.
 
-    `table` covers at least `limit` positions, those that may be written; where all layers have windows, the entries
-    before those that are read hold any block. With neither sampling nor topk the K and V are computed and nothing else.
+    `tables`, one for each group of layers, cover at least `limit` positions, those that may be written; where a group
+    has a window, the entries before those that are read hold any block. With neither sampling nor topk the K and V are
+    computed and nothing else.
     """
 
     owner: int
     start: int = 0
     tokens: list[int] = []
-    table: list[int] = []
+    tables: list[list[int]] = []
     limit: int = 0
     copies: list[tuple[int, int, int]] = []
     end: int = 0
@@ -223,11 +229,11 @@ class Submit(Message, frozen=True):
 
 
 class Extend(Message, frozen=True):
-    """The lease grows: table entries from `first` on, and positions below `limit` may be written."""
+    """The lease grows: each table's entries from `first` on, and positions below `limit` may be written."""
 
     owner: int
     first: int
-    ids: list[int]
+    ids: list[list[int]]
     limit: int
 
 

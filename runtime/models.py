@@ -24,6 +24,7 @@ from pagefork import kernels
 from pagefork.kernels import Rope
 from pagefork.runtime import fetch, gguf, plain
 from pagefork.runtime.errors import InvalidRequest, ModelUnavailable, UnsupportedModel
+from pagefork.runtime.groups import Groups, grouped
 from pagefork.runtime.joint import join, rotations
 from pagefork.runtime.layers import LayerSpec, attempt, brief, layer_spec, trunks
 from pagefork.runtime.log import log
@@ -56,6 +57,7 @@ class Model:
     name: str
     vocab_size: int
     layers: tuple[LayerSpec, ...]
+    groups: Groups
     dtype: mx.Dtype
     """Of K and V."""
     eos_ids: frozenset[int]
@@ -161,6 +163,7 @@ class Model:
             refuse("it returns something other than an array of logits")
         self.vocab_size = logits.shape[-1]
         self.layers = tuple(layer_spec(probe) for probe in probes)
+        self.groups = grouped([spec.window for spec in self.layers], [spec.shape for spec in self.layers])
         self.recast = tuple(probe.recast for probe in probes)
         self.dtype = probes[0].call["keys"].dtype if probes[0].call else mx.float32
 

@@ -49,7 +49,7 @@ class Batch:
         """The tables of its decodes, wide enough for so many positions: the same array while none changes."""
         written = (self._lanes.edits, self._lanes.width(longest))
         if self._tables is None or written != self._written:
-            self._written, self._tables = written, self._lanes.tables[self.decodes, : written[1]]
+            self._written, self._tables = written, self._lanes.tables[:, self.decodes, : written[1]]
         return self._tables
 
 
@@ -168,7 +168,7 @@ class Planner:
             tokens.append(np.array(job.submit.tokens[job.planned : job.planned + count], dtype=np.int32))
             places.append(span)
             slots.append(lanes.slots(np.array(job.lane), span))
-            segments.append(Segment(row, count, start, lanes.table(job.lane, start + count)))
+            segments.append(Segment(row, count, start, lanes.tables_of(job.lane, start + count)))
             row += count
             stops.append(start + count)
             if job.wants_logits and count == job.left:
@@ -179,7 +179,7 @@ class Planner:
             plan,
             tokens=np.concatenate(tokens),
             positions=positions,
-            slots=np.concatenate(slots),
+            slots=np.concatenate(slots, axis=1),
             segments=tuple(segments),
             copies=np.array(copies, dtype=np.int32).reshape(-1, 3),
             rows=np.array(rows, dtype=np.int32),

@@ -198,9 +198,11 @@ class SequenceActor(Actor):
         return (await self._work.compute(Submit(owner=self.owner, topk=k), length, self._patience)).top
 
     async def _read_kv(self, layer: int) -> tuple[Any, Any]:
-        held = self._work.held
-        k, v = await self._house.read_kv(layer, np.array(held.table, dtype=np.int32), held.computed)
-        k[: held.trimmed * self._house.block_size] = v[: held.trimmed * self._house.block_size] = np.nan
+        held, groups = self._work.held, self._house.facts.groups
+        group, _ = groups.places[layer]
+        k, v = await self._house.read_kv(layer, np.array(held.tables[group], dtype=np.int32), held.computed)
+        gone = held.trimmed * self._house.block_size if groups.windows[group] else 0
+        k[:gone] = v[:gone] = np.nan
         return k, v
 
     def _truncate(self, length: int) -> None:

@@ -17,7 +17,7 @@ from pagefork.runtime.actor import Actor, Reply
 from pagefork.runtime.allocator import Allocator
 from pagefork.runtime.engine import EngineThread, Facts, Ints, StepEngine
 from pagefork.runtime.errors import BlocksLeaked, PageforkError, WorkerDied
-from pagefork.runtime.holdings import window_of
+from pagefork.runtime.groups import longest, window_of
 from pagefork.runtime.house import House
 from pagefork.runtime.log import log
 from pagefork.runtime.messages import Audit, Close
@@ -51,23 +51,26 @@ async def running(options: Options) -> AsyncIterator[House]:
     """Everything started on entry; on exit everything stopped and every block returned, or BlocksLeaked is raised."""
     call = _caller()
     engine, facts = await _start_engine(options.build, call, lambda message: call(worker.post, message))
-    blocks = facts.blocks or options.blocks
-    window = window_of(facts.window, blocks, options.block_size, options.prefill_step_size)
+    windows, size = facts.groups.windows, options.block_size
+    blocks = (facts.blocks or options.blocks) * len(windows)
+    window = window_of(windows, blocks, size, options.prefill_step_size)
+    alone = longest(window, len(windows), blocks, size)
     allocator = Allocator(
         blocks,
-        options.block_size,
+        size,
         prefix=options.prefix_cache,
         max_queue=options.max_queue,
-        window=None if window is None else window.size,
+        windows=[None if each is None or window is None else window.size for each in windows],
         preempt=lambda owner: house.preempt(owner),
     )
     worker = Worker(
         engine,
         allocator.post,
-        block_size=options.block_size,
+        block_size=size,
         max_batch=options.max_batch,
         chunk=options.prefill_step_size,
         depth=facts.depth,
+        groups=len(windows),
     )
     failure: BaseException | None = None
     leak: PageforkError | None = None
@@ -83,9 +86,9 @@ async def running(options: Options) -> AsyncIterator[House]:
                     allocator,
                     worker,
                     facts,
-                    block_size=options.block_size,
+                    block_size=size,
                     lease=options.lease,
-                    max_context=facts.max_context if window else min(facts.max_context, blocks * options.block_size),
+                    max_context=facts.max_context if alone is None else min(facts.max_context, alone),
                     patience=options.patience,
                     max_sequences=options.max_sequences,
                     window=window,

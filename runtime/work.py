@@ -24,7 +24,7 @@ class Work:
     While a generation runs, `stream` holds what the worker sampled: what the reader took of it counts as the
     sequence's, the rest goes when it ends. `_paused`: the worker has no job of the running generation, which is to be
     resumed; `_before`: tokens that were sampled before its present job; `_patience`: seconds that it waits for blocks.
-    Preempted, it gives up its whole table; from its tokens it computes K and V again when it goes on.
+    Preempted, it gives up all its blocks; from its tokens it computes K and V again when it goes on.
 
     `post` sends its actor a message; `surrendered` is called whenever all blocks were given up.
     """
@@ -44,7 +44,13 @@ class Work:
         self._surrendered = surrendered
         self._tokens = Tokens("i")
         self.held = Holdings(
-            owner, house.allocator, house.block_size, self._all, priority=priority, window=house.window
+            owner,
+            house.allocator,
+            house.block_size,
+            self._all,
+            groups=len(house.facts.groups.windows),
+            priority=priority,
+            window=house.window,
         )
         self._patience = 0.0
         self._paused = False
@@ -159,7 +165,7 @@ class Work:
 
     async def give_way(self) -> None:
         """Let another have the blocks. A running job is paused, and goes on from its tokens when there are blocks."""
-        if not self.held.table:
+        if not self.held.entries:
             return
         if self.stream is not None:
             await self.stop(pause=True)
@@ -217,7 +223,7 @@ class Work:
             job,
             start=start,
             tokens=tokens[start:stop].tolist(),
-            table=self.held.table.tolist(),
+            tables=[table.tolist() for table in self.held.tables],
             limit=limit,
             copies=copies,
         )
@@ -247,7 +253,7 @@ class Work:
         """Have blocks for positions below `limit` and lease them to the job; returns why there are none."""
         stream, job, held = self.stream, self._job, self.held
         assert stream is not None and job is not None
-        first = len(held.table)
+        first = held.entries
         answer = await held.ask(limit, patience=patience, yielded=self._preempt_later)
         if isinstance(answer, Yielded):
             self._preempt_later()
@@ -257,7 +263,8 @@ class Work:
         except PoolExhausted as error:
             return error
         assert not copies
-        self._house.worker.post(Extend(self._owner, first, held.table[first:].tolist(), limit))
+        ids = [table[first:].tolist() for table in held.tables]
+        self._house.worker.post(Extend(self._owner, first, ids, limit))
         self._set_limit(stream, limit, job.end)
         return None
 

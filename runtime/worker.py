@@ -30,7 +30,8 @@ class Worker(Actor):
 
     Steps so short that several take no longer than HELD_BACK are planned several at a time.
 
-    `chunk`: how many prompt tokens a step takes beside its decodes. `copied` tells the allocator of copies done.
+    `chunk`: how many prompt tokens a step takes beside its decodes. `groups`: how many tables a job has. `copied` tells
+    the allocator of copies done.
     """
 
     def __init__(
@@ -42,13 +43,14 @@ class Worker(Actor):
         max_batch: int,
         chunk: int,
         depth: int,
+        groups: int = 1,
     ) -> None:
         super().__init__("worker", capacity=4096)
         self.steps = self.tokens = self.prompt_tokens = 0
         self._engine = engine
         self._copied = copied
         self._depth = depth
-        self._lanes = Lanes(max_batch, block_size)
+        self._lanes = Lanes(max_batch, block_size, groups)
         self._planner = Planner(self._lanes, chunk)
         self._jobs: dict[int, Job] = {}
         self._waiting: dict[int, tuple[Submit, Stream]] = {}
@@ -205,16 +207,16 @@ class Worker(Actor):
                 self._end(job, "length")
         self.tokens += tokens
 
-    def _extend(self, owner: int, first: int, ids: list[int], limit: int) -> None:
+    def _extend(self, owner: int, first: int, ids: list[list[int]], limit: int) -> None:
         if (job := self._jobs.get(owner)) is not None:
-            self._lanes.set_table(job.lane, first, ids)
+            self._lanes.set_tables(job.lane, first, ids)
             self._lanes.lease(job, limit)
             return
         waiting = self._waiting.get(owner) or self._parked.pop(owner, None)
         if waiting is not None:
             submit, stream = waiting
-            table = submit.table[:first] + ids
-            self._waiting[owner] = (msgspec.structs.replace(submit, table=table, limit=limit), stream)
+            tables = [table[:first] + more for table, more in zip(submit.tables, ids, strict=True)]
+            self._waiting[owner] = (msgspec.structs.replace(submit, tables=tables, limit=limit), stream)
 
     def _park(self, count: int) -> None:
         """Take the lanes of jobs that wait for their readers: whoever holds a lane must not wait for one without."""
@@ -226,7 +228,7 @@ class Worker(Actor):
                 job.submit,
                 start=start,
                 tokens=[int(lanes.next_token[lane])],
-                table=lanes.tables[lane].tolist(),
+                tables=lanes.tables[:, lane].tolist(),
                 copies=[],
             )
             self._parked[submit.owner] = (submit, job.stream)

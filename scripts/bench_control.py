@@ -14,6 +14,7 @@ import mlx.nn as nn
 from pagefork.runtime import SamplingParams
 from pagefork.runtime.api import opened
 from pagefork.runtime.forward import Engine
+from pagefork.runtime.groups import Groups
 from pagefork.runtime.supervisor import Options
 
 VOCAB = 64
@@ -25,6 +26,7 @@ class NullModel:
     name = "null"
     vocab_size = VOCAB
     layers: tuple[Any, ...] = ()
+    groups = Groups()
     eos_ids: frozenset[int] = frozenset()
     max_context = None
     tokenizer = None
@@ -46,7 +48,7 @@ class NullKV:
     """No pools, since no layer writes."""
 
     nbytes = 0
-    num_blocks = None
+    num_blocks = 1 << 16
 
     def pending(self) -> list[mx.array]:
         return []

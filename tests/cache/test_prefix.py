@@ -25,7 +25,7 @@ def ledger(blocks: int = 16, **options: bool) -> Ledger:
 
 def computed(ledger: Ledger, owner: int, said: array[int]) -> list[int]:
     """An owner that has computed and published these tokens; returns its blocks."""
-    ids = ledger.reserve(owner, len(said), 0, said).ids
+    ids = ledger.reserve(owner, len(said), 0, said).ids[0]
     ledger.publish(owner, said, len(said))
     return ids
 
@@ -37,7 +37,7 @@ def test_a_prompt_finds_the_blocks_of_its_longest_published_prefix(kind: type) -
     ids = computed(one, 1, said)
     assert one.index.lookup(kind(said)) == ids[:2]
     grant = one.reserve(2, 13, 0, kind(tokens((0, 9), (50, 4))))
-    assert grant.hit == 8 and grant.first == 0 and grant.ids[:2] == ids[:2] and len(grant.ids) == 4
+    assert grant.hit == 8 and grant.first == 0 and grant.ids[0][:2] == ids[:2] and len(grant.ids[0]) == 4
     assert one.reserve(3, 4, 0, kind(tokens((1, 4)))).hit == 0
     assert (one.hits, one.hit_tokens) == (1, 8)
     one.check()
@@ -50,7 +50,7 @@ def test_whole_prompt_hit_still_leaves_a_token_to_compute(length: int, hit: int)
     grant = one.reserve(2, length, 0, tokens((0, length)))
     assert grant.hit == hit
     for position in range(hit, length):
-        assert one.pool.refcounts[grant.ids[position // SIZE]] == 1
+        assert one.pool.refcounts[grant.ids[0][position // SIZE]] == 1
 
 
 def test_prefix_off_publishes_and_adopts_nothing() -> None:
@@ -129,7 +129,7 @@ def test_what_is_adopted_is_not_evicted_for_the_rest_of_the_grant() -> None:
     computed(one, 2, tokens((100, 4)))
     one.release(2)
     grant = one.reserve(3, 16, 0, tokens((0, 16)))
-    assert grant.hit == 8 and grant.ids[:2] == ids and sorted(grant.ids) == [0, 1, 2, 3]
+    assert grant.hit == 8 and grant.ids[0][:2] == ids and sorted(grant.ids[0]) == [0, 1, 2, 3]
 
 
 def test_a_published_block_of_one_holder_is_written_in_place_and_not_found_any_more() -> None:
@@ -183,8 +183,8 @@ def test_forks_that_meet_again_find_each_other() -> None:
 def test_the_first_of_two_equal_chains_stays_published_and_the_second_goes_on_from_it() -> None:
     one = ledger()
     said = tokens((0, 8))
-    first = one.reserve(1, 8, 0, said).ids
-    second = one.reserve(2, 12, 0, said + tokens((8, 4))).ids
+    first = one.reserve(1, 8, 0, said).ids[0]
+    second = one.reserve(2, 12, 0, said + tokens((8, 4))).ids[0]
     one.publish(1, said, 8)
     one.publish(2, said + tokens((8, 4)), 12)
     assert one.index.lookup(tokens((0, 12))) == [*first, second[2]]
@@ -269,7 +269,7 @@ def test_equal_tokens_behind_colliding_heads_are_no_hit() -> None:
 def test_stale_tails_are_neither_kept_in_the_table_nor_published_as_new_tokens() -> None:
     one = ledger()
     said = tokens((0, 16))
-    ids = one.reserve(1, 16, 0, said).ids
+    ids = one.reserve(1, 16, 0, said).ids[0]
     one.shrink(1, 5)
     assert one.table(1).ids.tolist() == ids[:2]  # type: ignore[union-attr]
     one.publish(1, said, 16)
@@ -291,8 +291,8 @@ def test_an_aliasing_copy_is_impossible_while_its_source_is_evictable() -> None:
     assert one.cached == 0 and source != target
     with pytest.raises(BlocksExhausted):
         one.reserve(3, 12, 0)
-    assert source not in one.reserve(3, 8, 0).ids
+    assert source not in one.reserve(3, 8, 0).ids[0]
     one.release(3)
     one.copied(2)
-    assert one.cached == 1 and source in one.reserve(3, 12, 0).ids
+    assert one.cached == 1 and source in one.reserve(3, 12, 0).ids[0]
     one.check()

@@ -1,6 +1,7 @@
 """Ledger, prefix index and arbiter on a pool that is too small, against a memory that says what each row was made of.
 
-Some pools serve a model of windows: its owners trim their tables, and need no row that is out of the window.
+Some pools serve a model of windows: its owners trim their tables, and need no row that is out of the window. Some serve
+one of several groups of layers, of which some have a window.
 
 PAGEFORK_RUNS asks for more runs than the 200 of 100 steps each.
 """
@@ -25,6 +26,8 @@ from pagefork.cache.table import HOLE
 PICKS = st.integers(0, 63)
 # Two tokens, so that sequences meet by chance and the index has something to confuse.
 TOKENS = st.lists(st.integers(0, 1), max_size=9)
+GROUPS = st.sampled_from([(1, 0), (1, 0), (0, 1), (0, 1), (1, 1), (1, 2), (2, 1)])
+"""How many groups of layers see all positions, and how many have a window."""
 PATIENCE = st.none() | st.integers(1, 40)
 RUNS = int(os.environ.get("PAGEFORK_RUNS", "200"))
 
@@ -63,20 +66,23 @@ class Pressure(RuleBasedStateMachine):
         size=st.integers(1, 4),
         prefix=st.sampled_from([True, True, True, False]),
         eager=st.booleans(),
-        window=st.none() | st.integers(1, 9),
+        groups=GROUPS,
+        window=st.integers(1, 9),
     )
-    def start(self, blocks: int, size: int, prefix: bool, eager: bool, window: int | None) -> None:
-        self.ledger = Ledger(BlockPool(blocks, size), prefix, window=window)
-        self.window = window
+    def start(self, blocks: int, size: int, prefix: bool, eager: bool, groups: tuple[int, int], window: int) -> None:
+        blocks *= sum(groups)
+        self.windows = (None,) * groups[0] + (window,) * groups[1]
+        self.ledger = Ledger(BlockPool(blocks, size), prefix, windows=self.windows)
+        self.window = window if groups[1] else None
         values = self.hash_values
         if values is not None:
-            self.ledger.index = PrefixIndex(
-                self.ledger.pool, hasher=lambda parent, chunk: hash((parent, chunk)) % values
-            )
+            index = PrefixIndex(self.ledger.pool, hasher=lambda parent, chunk: hash((parent, chunk)) % values)
+            self.ledger.index = index
+            self.ledger._roots = [index.root_of(str(group)) for group in range(len(self.windows))]
         self.arbiter = Arbiter(self.ledger, max_queue=6)
         self.size = size
         self.eager = eager
-        # A row's K and V depend on all tokens up to it, so that is what a row of this memory holds.
+        # A row's K and V depend on all tokens up to it, so that is what a row of this memory holds, and the group.
         self.memory: list[tuple[int, ...] | None] = [None] * (blocks * size)
         self.live: dict[int, Sequence] = {}
         self.tickets: dict[int, Sequence] = {}
@@ -89,17 +95,20 @@ class Pressure(RuleBasedStateMachine):
         some = [one for one in self.live.values() if waiting or one.ticket is None]
         return some[pick % len(some)] if some else None
 
-    def table(self, owner: int) -> list[int]:
-        table = self.ledger.table(owner)
-        return [] if table is None else table.ids.tolist()
+    def tables(self, owner: int) -> list[list[int]]:
+        tables = [self.ledger.table(owner, group) for group in range(len(self.windows))]
+        return [[] if table is None else table.ids.tolist() for table in tables]
 
     def trimmed(self, owner: int) -> int:
-        table = self.ledger.table(owner)
+        table = self.ledger.table(owner, -1)
         return 0 if table is None else table.trimmed
 
-    def low(self, position: int) -> int:
+    def holds(self, owner: int) -> bool:
+        return all(self.tables(owner))
+
+    def low(self, position: int, window: int | None) -> int:
         """The first position that is read at `position` or later."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
+        return 0 if window is None else max(0, position - window + 1)
 
     def new(self, tokens: list[int]) -> Sequence:
         self.owners += 1
@@ -134,7 +143,7 @@ class Pressure(RuleBasedStateMachine):
         if not one.active:
             self.orders += 1
             one.active, one.arrival, one.order = True, self.now, self.orders
-        before = self.ledger.available, self.table(one.owner)
+        before = self.ledger.available, self.tables(one.owner)
         answer = self.arbiter.request(
             one.owner,
             len(wanted),
@@ -151,21 +160,24 @@ class Pressure(RuleBasedStateMachine):
                 assert all(one.rank < other.rank for other in self.tickets.values()), "passed by who waits"
             self.compute(one, answer.grant)
             return
-        assert before == (self.ledger.available, self.table(one.owner)), "not granted, nothing taken"
+        assert before == (self.ledger.available, self.tables(one.owner)), "not granted, nothing taken"
         if isinstance(answer, Waiting):
             one.ticket = answer.ticket
             self.tickets[answer.ticket] = one
         elif isinstance(answer, Refused):
-            assert (answer.reason == "too large") == (
-                -(-len(wanted) // self.size) - self.trimmed(one.owner) > self.ledger.pool.num_blocks
-            )
+            entries, windowed = -(-len(wanted) // self.size), len(self.windows) - self.windows.count(None)
+            blocks = entries * len(self.windows) - self.trimmed(one.owner) * windowed
+            assert (answer.reason == "too large") == (blocks > self.ledger.pool.num_blocks)
         else:
             assert one.named, "only a victim is told to yield at once"
 
     def compute(self, one: Sequence, grant: Grant) -> None:
-        table, refcounts = self.table(one.owner), self.ledger.pool.refcounts
-        assert table[grant.first :] == grant.ids and len(table) >= -(-len(one.wanted) // self.size)
-        assert set(table[: grant.first]) <= {HOLE} or not grant.hit
+        tables, refcounts = self.tables(one.owner), self.ledger.pool.refcounts
+        assert [table[grant.first :] for table in tables] == grant.ids
+        assert all(len(table) >= -(-len(one.wanted) // self.size) for table in tables)
+        if grant.hit:
+            trimmed = [0 if window is None else grant.trimmed for window in self.windows]
+            assert [table.count(HOLE) for table in tables] == trimmed and grant.first == min(trimmed)
         for source, target, rows in grant.copies:
             assert 0 < rows < self.size and refcounts[source] >= 1 and refcounts[target] == 1
         one.copies = grant.copies
@@ -174,10 +186,11 @@ class Pressure(RuleBasedStateMachine):
             assert one.computed == 0 and grant.hit < len(one.wanted), "a token is left to compute"
             start = grant.hit
         one.tokens = one.wanted
-        for position in range(start, len(one.tokens)):
-            block = table[position // self.size]
-            assert refcounts[block] == 1, "P3: only its owner writes a block, and no published one is written"
-            self.memory[block * self.size + position % self.size] = tuple(one.tokens[: position + 1])
+        for group, table in enumerate(tables):
+            for position in range(start, len(one.tokens)):
+                block = table[position // self.size]
+                assert refcounts[block] == 1, "P3: only its owner writes a block, and no published one is written"
+                self.memory[block * self.size + position % self.size] = (group, *one.tokens[: position + 1])
         one.computed = len(one.tokens)
         if self.eager and not one.copies:
             self.ledger.publish(one.owner, array("i", one.tokens), one.computed)
@@ -224,7 +237,7 @@ class Pressure(RuleBasedStateMachine):
         one.computed = min(one.computed, length)
         available = self.ledger.available
         assert self.ledger.shrink(one.owner, length) == self.ledger.available - available
-        if self.low(one.next) < self.trimmed(one.owner) * self.size or not self.table(one.owner):
+        if self.low(one.next, self.window) < self.trimmed(one.owner) * self.size or not self.holds(one.owner):
             self.arbiter.release(one.owner)
             one.computed, one.named = 0, False
         self.tick(0)
@@ -233,15 +246,17 @@ class Pressure(RuleBasedStateMachine):
     def trim(self, pick: int, all_the_way: bool) -> None:
         """Give back what is out of the window, waiting for more, told to leave, or with copies to do as it may be."""
         one = self.pick(pick, waiting=True)
-        if one is None or self.window is None or not self.table(one.owner):
+        if one is None or self.window is None or not self.holds(one.owner):
             return
-        first = min(first_needed(one.next, self.window, self.size), len(self.table(one.owner)) - 1)
+        first = min(first_needed(one.next, self.window, self.size), len(self.tables(one.owner)[0]) - 1)
         if not all_the_way:
             first //= 2
-        available, table, live = self.ledger.available, self.table(one.owner), self.ledger.referenced
+        available, tables, live = self.ledger.available, self.tables(one.owner), self.ledger.referenced
         assert self.ledger.trim(one.owner, first * self.size) == self.ledger.available - available
-        first = table.count(HOLE) if one.copies else max(first, table.count(HOLE))
-        assert self.table(one.owner) == [HOLE] * first + table[first:]
+        before = self.trimmed(one.owner) if one.copies else tables[-1].count(HOLE)
+        first = before if one.copies else max(first, before)
+        for window, old, table in zip(self.windows, tables, self.tables(one.owner), strict=True):
+            assert table == (old if window is None else [HOLE] * first + old[first:])
         assert self.ledger.trim(one.owner, first * self.size) == 0 and self.ledger.referenced <= live
         self.tick(0)
 
@@ -299,7 +314,7 @@ class Pressure(RuleBasedStateMachine):
         one.copies = []
         one.computed = 0
         self.arbiter.release(one.owner)
-        assert self.table(one.owner) == []
+        assert not self.holds(one.owner) and self.ledger.table(one.owner) is None
 
     @rule(seconds=st.floats(0.01, 20))
     def tick(self, seconds: float) -> None:
@@ -313,7 +328,7 @@ class Pressure(RuleBasedStateMachine):
     def hear(self, event: Event) -> None:
         if isinstance(event, Preempt):
             one = self.live[event.owner]
-            assert one.ticket is None and not one.named and self.table(one.owner)
+            assert one.ticket is None and not one.named and self.holds(one.owner)
             self.name(one)
             return
         one = self.tickets.pop(event.ticket)
@@ -322,7 +337,7 @@ class Pressure(RuleBasedStateMachine):
         if isinstance(event, Granted):
             self.compute(one, event.grant)
         elif isinstance(event, Yield):
-            assert not one.named and self.table(one.owner)
+            assert not one.named and self.holds(one.owner)
             self.name(one)
         else:
             assert isinstance(event, Expired)
@@ -348,10 +363,10 @@ class Pressure(RuleBasedStateMachine):
     @invariant()
     def everyone_reads_its_own(self) -> None:
         for one in getattr(self, "live", {}).values():
-            table = self.table(one.owner)
-            for position in range(self.low(one.next), one.computed if not one.copies else 0):
-                row = self.memory[table[position // self.size] * self.size + position % self.size]
-                assert row == tuple(one.tokens[: position + 1])
+            for group, (window, table) in enumerate(zip(self.windows, self.tables(one.owner), strict=True)):
+                for position in range(self.low(one.next, window), one.computed if not one.copies else 0):
+                    row = self.memory[table[position // self.size] * self.size + position % self.size]
+                    assert row == (group, *one.tokens[: position + 1])
 
     def teardown(self) -> None:
         if not hasattr(self, "ledger"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ from pagefork.cache.ledger import Ledger
 from pagefork.runtime import Runtime, supervisor
 from pagefork.runtime.api import opened
 from pagefork.runtime.engine import EngineThread, Facts, StepEngine, StepPlan, StepResult
+from pagefork.runtime.groups import Groups
 from pagefork.runtime.messages import StepFailed
 
 VOCAB = 32
@@ -31,8 +32,9 @@ EMPTY = -1
 class Double:
     """A StepEngine in numpy. `fail_launch`, `fail_collect`: the number of the step to fail at; `eos`: end tokens.
 
-    `window`: a row sees the last so many tokens alone. `tell`: whether the runtime knows of it. `seconds`: how long a
-    step takes by the clock of an InlineThread.
+    `windows`: for each group of layers, of how many tokens a row sees the last alone; the first group that sees most
+    says what comes next. `tell`: whether the runtime knows of them. `seconds`: how long a step takes by the clock of an
+    InlineThread.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Double:
         depth: int = 1,
         eos: Iterable[int] = (),
         max_context: int = 1 << 20,
-        window: int | None = None,
+        windows: Sequence[int | None] = (None,),
         tell: bool = True,
         seconds: float = 0.0003,
         fail_launch: int | None = None,
@@ -53,12 +55,14 @@ class Double:
             max_context=max_context,
             eos_ids=frozenset(eos),
             tokenizer=None,
-            layers=1,
+            layers=len(windows),
             depth=depth,
             kv_bytes=0,
-            window=window if tell else None,
+            groups=Groups(
+                tuple(windows) if tell else (None,) * len(windows), tuple((group, 0) for group in range(len(windows)))
+            ),
         )
-        self.window = window
+        self.windows = tuple(windows)
         self.seconds, self.now = seconds, 0.0
         self.ledger: Ledger | None = None
         self.plans: list[StepPlan] = []
@@ -76,6 +80,7 @@ class Double:
         self._size = ledger.pool.block_size
         self._token = np.full(ledger.pool.num_blocks * self._size, EMPTY)
         self._position = np.full_like(self._token, EMPTY)
+        self._group = np.full_like(self._token, EMPTY)
 
     # What a test does
 
@@ -127,19 +132,20 @@ class Double:
         self._check_blocks(plan)
         assert self.ledger is not None
         unheld = np.repeat(self.ledger.pool.refcounts == 0, self._size)
-        self._token[unheld] = self._position[unheld] = EMPTY
+        self._token[unheld] = self._position[unheld] = self._group[unheld] = EMPTY
         for source, target, rows in plan.copies.tolist():
             old, new = source * self._size, target * self._size
-            for memory in (self._token, self._position):
+            for memory in (self._token, self._position, self._group):
                 memory[new : new + self._size] = EMPTY
                 memory[new : new + rows] = memory[old : old + rows]
         tokens = plan.tokens.copy()
         fed = np.flatnonzero(plan.feed >= 0)
         tokens[fed] = self._previous[plan.feed[fed]]
-        self._token[plan.slots], self._position[plan.slots] = tokens, plan.positions
-        views = [self._visible(table, length) for table, length in zip(plan.tables, plan.lengths, strict=True)]
+        for group, slots in enumerate(plan.slots):
+            self._token[slots], self._position[slots], self._group[slots] = tokens, plan.positions, group
+        views = [self._visible(plan.tables[:, row], length) for row, length in enumerate(plan.lengths.tolist())]
         for part in plan.segments:
-            views += [self._visible(part.table, part.start + n + 1) for n in range(part.count)]
+            views += [self._visible(part.tables, part.start + n + 1) for n in range(part.count)]
         rows = [self.logprobs(views[row]) for row in plan.rows.tolist()]
         self._flights.append((plan, self._choose(rows, plan)))
 
@@ -167,31 +173,39 @@ class Double:
         """P3, P4: written blocks have one holder, and everything that the step names is held until it retires."""
         assert self.ledger is not None
         refcounts = self.ledger.pool.refcounts
-        assert len(set(plan.slots.tolist())) == len(plan.slots), "two rows write one slot"
+        assert plan.slots.shape == (len(self.windows), len(plan.tokens))
+        assert len(set(plan.slots.ravel().tolist())) == plan.slots.size, "two rows write one slot"
         written = np.unique(plan.slots // self._size)
         assert (refcounts[written] == 1).all(), f"shared or free blocks written: {written[refcounts[written] != 1]}"
         assert (refcounts[plan.copies[:, :2].ravel()] >= 1).all(), "a copy's blocks are not held"
         assert not set(plan.copies[:, 0].tolist()) & set(written.tolist()), "a copy's source is written"
-        tables = [(table, length, length) for table, length in zip(plan.tables, plan.lengths, strict=True)]
-        tables += [(part.table, part.start + 1, part.start + part.count) for part in plan.segments]
-        for table, first, last in tables:
-            visible = table[self._low(int(first)) // self._size : -(-int(last) // self._size)]
-            assert (refcounts[visible] >= 1).all(), "a visible block is not held"
+        rows = [(plan.tables[:, row], length, length) for row, length in enumerate(plan.lengths.tolist())]
+        rows += [(part.tables, part.start + 1, part.start + part.count) for part in plan.segments]
+        for tables, first, last in rows:
+            for table, window in zip(tables, self.windows, strict=True):
+                visible = table[self._low(first, window) // self._size : -(-last // self._size)]
+                assert (refcounts[visible] >= 1).all(), "a visible block is not held"
 
-    def _low(self, length: int) -> int:
+    def _low(self, length: int, window: int | None) -> int:
         """The first position that the last of `length` sees."""
-        return 0 if self.window is None else max(0, length - self.window)
+        return 0 if window is None else max(0, length - window)
 
     def _slots(self, table: npt.NDArray[np.int32], length: int, low: int = 0) -> npt.NDArray[np.int64]:
         places = np.arange(low, length)
         return np.asarray(table, np.int64)[places // self._size] * self._size + places % self._size
 
-    def _visible(self, table: npt.NDArray[np.int32], length: int) -> list[int]:
-        """P5: what a row sees is its own past, position by position."""
-        low = self._low(int(length))
-        slots = self._slots(table, int(length), low)
-        assert (self._position[slots] == np.arange(low, int(length))).all(), "a row sees what is not its past"
-        return self._token[slots].tolist()
+    def _visible(self, tables: npt.NDArray[np.int32], length: int) -> list[int]:
+        """P5: what a row sees is its own past, position by position, and in every group the same."""
+        views: list[list[int]] = []
+        for group, (table, window) in enumerate(zip(tables, self.windows, strict=True)):
+            low = self._low(length, window)
+            slots = self._slots(table, length, low)
+            assert (self._position[slots] == np.arange(low, length)).all(), "a row sees what is not its past"
+            assert (self._group[slots] == group).all(), "a row sees what other layers have written"
+            views.append(self._token[slots].tolist())
+        widest = max(views, key=len)
+        assert all(view == widest[len(widest) - len(view) :] for view in views), "groups see different tokens"
+        return widest
 
     def _choose(self, rows: list[npt.NDArray[np.float64]], plan: StepPlan) -> StepResult:
         if not rows:
@@ -285,7 +299,7 @@ async def runtime(
         double.release()
         suppressed = await manager.__aexit__(type(error) if error else None, error, None)
         ledger(rt).check()
-        assert ledger(rt).available == blocks, "blocks are missing after shutdown"
+        assert ledger(rt).available == blocks * len(double.windows), "blocks are missing after shutdown"
         if error is not None and not suppressed:
             raise error
     finally:

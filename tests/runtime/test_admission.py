@@ -40,7 +40,7 @@ async def full_pool(rt: Runtime) -> AsyncIterator[Sequence]:
     async with await rt.sequence([7] * 29, priority=100) as hog:
         generation = hog.generate(SamplingParams(max_tokens=3))
         await take(generation, 1)
-        assert len(hog._actor._work.held.table) == 8
+        assert hog._actor._work.held.entries == 8
         yield hog
 
 

@@ -22,9 +22,9 @@ async def last_decode(double: Double) -> None:
         assert await take(seq.generate(SamplingParams(max_tokens=4)), 4) == double.greedy(PROMPT, 4)
         plan = double.plans[-1]
         for spoilt, complaint in (
-            (replace(plan, tables=plan.tables[:, ::-1].copy()), "not its past"),
+            (replace(plan, tables=plan.tables[..., ::-1].copy()), "not its past"),
             (replace(plan, lengths=plan.lengths + 1), "not its past"),
-            (replace(plan, slots=np.array([63 * 4], np.int32)), "shared or free blocks written"),
+            (replace(plan, slots=np.array([[63 * 4]], np.int32)), "shared or free blocks written"),
             (replace(plan, copies=np.array([[63, 62, 1]], np.int32)), "copy's blocks are not held"),
             (replace(plan, tables=np.full_like(plan.tables, 60)), "visible block is not held"),
         ):

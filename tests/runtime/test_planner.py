@@ -20,7 +20,7 @@ BLOCK = 4
 def submit(owner: int, count: int, **fields: object) -> Submit:
     """A job of `count` given tokens with blocks for 64."""
     table = [owner * 16 + index for index in range(16)]
-    return Submit(owner=owner, tokens=[owner + 1] * count, table=table, limit=40, end=60, **fields)  # type: ignore[arg-type]
+    return Submit(owner=owner, tokens=[owner + 1] * count, tables=[table], limit=40, end=60, **fields)  # type: ignore[arg-type]
 
 
 class Bench:
@@ -44,10 +44,11 @@ class Bench:
         plan, flight = planned
         self.flights.append(flight)
         sampling = plan.sampling
-        names = ("tokens", "positions", "slots", "feed", "tables", "lengths", "copies", "rows")
+        names = ("tokens", "positions", "feed", "lengths", "copies", "rows")
         facts = {name: getattr(plan, name).tolist() for name in names}
+        (facts["slots"],), (facts["tables"],) = plan.slots.tolist(), plan.tables.tolist()
         facts["temperature"], facts["keys"] = sampling.temperature.tolist(), sampling.keys.tolist()
-        facts["segments"] = [(s.row, s.count, s.start, s.table.tolist()) for s in plan.segments]
+        facts["segments"] = [(s.row, s.count, s.start, *s.tables.tolist()) for s in plan.segments]
         facts["sampled"] = [job.submit.owner for job in flight.batch.sampled]
         facts["stops"], facts["ends"], facts["copied"] = flight.stops.tolist(), flight.ends.tolist(), flight.copied
         facts["topk"] = [plan.topk]
@@ -100,7 +101,7 @@ def test_a_batch_used_again_plans_what_one_made_anew_would(seed: int) -> None:
         elif act == "extend" and live:
             lengthened, first, ids = rng.choice(live), rng.randint(0, 15), [rng.randrange(400) for _ in range(3)]
             for bench in both:
-                bench.lanes.set_table(bench.jobs[lengthened].lane, first, ids)
+                bench.lanes.set_tables(bench.jobs[lengthened].lane, first, [ids])
         elif act == "park":
             idle = both[0].lanes.idle().tolist()
             for bench in both if idle else ():

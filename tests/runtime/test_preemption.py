@@ -105,7 +105,7 @@ async def test_only_what_was_computed_again_is_published_after_a_preemption() ->
             await take(generation, 1)
             await settled(rt, lambda: len(seq._actor._work.stream.tokens) > 35)
             hog = await rt.sequence([7] * 80, priority=100)
-            await settled(rt, lambda: not len(seq._actor._work.held.table))
+            await settled(rt, lambda: not seq._actor._work.held.entries)
             double.hold()
             await hog.close()
             await double.held()

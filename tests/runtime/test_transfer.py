@@ -161,18 +161,18 @@ async def test_the_engine_sends_and_receives_each_step_on_its_own(
 
 
 def plan(tokens: list[int], feed: list[int], chunk: int = 0) -> StepPlan:
-    """Decodes of `tokens`, and a prompt's chunk of so many more."""
+    """Decodes of `tokens`, and a prompt's chunk of so many more, of two groups of layers."""
     decodes, total = len(tokens), len(tokens) + chunk
     ints = np.arange(total, dtype=np.int32)
     rows = ints[:decodes] if chunk else ints
     return StepPlan(
         tokens=np.array([*tokens, *range(900, 900 + chunk)], np.int32),
         positions=ints + 10,
-        slots=ints + 20,
+        slots=np.stack([ints + 20, ints + 40]),
         feed=np.array(feed, np.int32),
-        tables=np.ones((decodes, 3), np.int32),
+        tables=np.arange(6 * decodes, dtype=np.int32).reshape(2, decodes, 3),
         lengths=ints[:decodes] + 11,
-        segments=(Segment(decodes, chunk, 0, np.arange(4, dtype=np.int32)),) if chunk else (),
+        segments=(Segment(decodes, chunk, 0, np.arange(8, dtype=np.int32).reshape(2, 4)),) if chunk else (),
         copies=NO_COPIES,
         rows=rows,
         sampling=Sampling(*(np.zeros(len(rows), np.float32) for _ in range(4)), np.zeros((len(rows), 2), np.uint32)),
@@ -202,7 +202,7 @@ def test_rows_take_their_tokens_from_the_plan_or_from_the_step_before(
         assert np.array_equal(np.array(getattr(found, name)), getattr(given, name)), name
     if chunk:
         assert found.rows is not None and found.rows.tolist() == [0, 1, 2]
-        assert [table.tolist() for table in found.segments] == [[0, 1, 2, 3]]
+        assert [[table.tolist() for table in tables] for tables in found.segments] == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
     else:
         assert found.rows is None and not found.segments
 

@@ -1,4 +1,7 @@
-"""Where every layer has a window, blocks that fell out of it go back to the pool while their sequence lives."""
+"""Where layers have a window, blocks that fell out of it go back to the pool while their sequence lives.
+
+Here it is mostly every layer that has one; `test_groups` is about models of which some see everything.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def sound(rt: Runtime) -> None:
 @pytest.mark.parametrize("prefix", [False, True])
 async def test_a_generation_outgrows_the_pool_in_a_few_blocks(prefix: bool, depth: int) -> None:
     with anyio.fail_after(60):
-        async with runtime(Double(depth=depth, window=WINDOW), blocks=8, lease=8, prefix_cache=prefix) as rt:
+        async with runtime(Double(depth=depth, windows=(WINDOW,)), blocks=8, lease=8, prefix_cache=prefix) as rt:
             async with await rt.sequence(PROMPT) as seq:
                 assert await take(seq.generate(SamplingParams(max_tokens=400)), 400) == ahead(PROMPT, 400)
                 assert len(seq) == 410
@@ -82,7 +85,10 @@ async def test_a_generation_outgrows_the_pool_in_a_few_blocks(prefix: bool, dept
 
 async def test_a_sequence_that_rests_holds_its_window_alone() -> None:
     with anyio.fail_after(20):
-        async with runtime(Double(window=WINDOW), blocks=64, lease=8) as rt, await rt.sequence(prompt_of(100)) as seq:
+        async with (
+            runtime(Double(windows=(WINDOW,)), blocks=64, lease=8) as rt,
+            await rt.sequence(prompt_of(100)) as seq,
+        ):
             await seq.topk(1)
             # 90..99 are read again, and a copy that is not done goes back to 96, which reads from 87 on.
             await settled(rt, lambda: held(seq) == 4)
@@ -97,7 +103,7 @@ async def test_a_sequence_that_rests_holds_its_window_alone() -> None:
 async def test_a_prompt_longer_than_the_pool_is_computed_piece_by_piece(length: int, depth: int) -> None:
     prompt = prompt_of(length)
     with anyio.fail_after(20):
-        async with runtime(Double(depth=depth, window=WINDOW), blocks=8) as rt, await rt.sequence(prompt) as seq:
+        async with runtime(Double(depth=depth, windows=(WINDOW,)), blocks=8) as rt, await rt.sequence(prompt) as seq:
             assert await take(seq.generate(SamplingParams(max_tokens=30)), 30) == ahead(prompt, 30)
             await seq.append(prompt)
             tokens = seq.tokens
@@ -107,17 +113,17 @@ async def test_a_prompt_longer_than_the_pool_is_computed_piece_by_piece(length: 
 
 async def test_pieces_cost_no_token_twice() -> None:
     with anyio.fail_after(20):
-        async with runtime(Double(window=WINDOW), blocks=8) as rt, await rt.sequence(prompt_of(200)) as seq:
+        async with runtime(Double(windows=(WINDOW,)), blocks=8) as rt, await rt.sequence(prompt_of(200)) as seq:
             await seq.topk(1)
             assert 196 <= rt.stats().prompt_tokens <= 200
 
 
 async def test_a_model_of_which_one_layer_sees_all_keeps_every_block() -> None:
     with anyio.fail_after(20):
-        async with runtime(Double(window=WINDOW, tell=False)) as rt, await rt.sequence(prompt_of(100)) as seq:
+        async with runtime(Double(windows=(WINDOW,), tell=False)) as rt, await rt.sequence(prompt_of(100)) as seq:
             await take(seq.generate(SamplingParams(max_tokens=60)), 60)
             assert held(seq) == 40
-        async with runtime(Double(window=WINDOW, tell=False), blocks=8) as rt:
+        async with runtime(Double(windows=(WINDOW,), tell=False), blocks=8) as rt:
             with pytest.raises(ContextOverflow):
                 await rt.sequence(prompt_of(33))
 
@@ -126,7 +132,7 @@ async def test_a_model_of_which_one_layer_sees_all_keeps_every_block() -> None:
 async def test_a_pool_that_cannot_hold_a_window_serves_what_fits(blocks: int) -> None:
     """Three blocks for the window, and one to write in: below that nothing could ever be given back."""
     with anyio.fail_after(20):
-        async with runtime(Double(window=WINDOW), blocks=blocks) as rt, await rt.sequence([1]) as seq:
+        async with runtime(Double(windows=(WINDOW,)), blocks=blocks) as rt, await rt.sequence([1]) as seq:
             if blocks > 4:
                 assert await take(seq.generate(SamplingParams(max_tokens=90)), 90) == ahead([1], 90)
             else:
@@ -136,13 +142,16 @@ async def test_a_pool_that_cannot_hold_a_window_serves_what_fits(blocks: int) ->
 
 async def test_a_window_of_one_position_counts_as_two() -> None:
     with anyio.fail_after(20):
-        async with runtime(Double(window=1), blocks=4, chunk=64) as rt, await rt.sequence(prompt_of(40)) as seq:
+        async with runtime(Double(windows=(1,)), blocks=4, chunk=64) as rt, await rt.sequence(prompt_of(40)) as seq:
             assert await take(seq.generate(SamplingParams(max_tokens=8)), 8) == Double.greedy(prompt_of(40), 8, 1)
 
 
 async def test_what_can_never_fit_beside_others_waits_and_what_fits_does_not() -> None:
     with anyio.fail_after(20):
-        async with runtime(Double(window=WINDOW), blocks=8, patience=0.0) as rt, await rt.sequence([7] * 200) as first:
+        async with (
+            runtime(Double(windows=(WINDOW,)), blocks=8, patience=0.0) as rt,
+            await rt.sequence([7] * 200) as first,
+        ):
             generation = first.generate(SamplingParams(max_tokens=8))
             await take(generation, 1)
             with pytest.raises(PoolExhausted):
@@ -158,7 +167,7 @@ async def test_forks_share_what_is_left_and_each_gives_back_its_own(depth: int) 
     prompt = prompt_of(70)
     expected = ahead(prompt, 100)
     with anyio.fail_after(30):
-        async with runtime(Double(depth=depth, window=WINDOW), blocks=24, lease=4) as rt:
+        async with runtime(Double(depth=depth, windows=(WINDOW,)), blocks=24, lease=4) as rt:
             parent = await rt.sequence(prompt)
             generation = parent.generate(SamplingParams(max_tokens=100))
             await take(generation, 9)
@@ -187,7 +196,7 @@ async def test_beams_over_a_window_are_those_of_a_pool_that_keeps_everything() -
     found = []
     for tell, blocks in ((False, 400), (True, 400), (True, 26)):
         with anyio.fail_after(60):
-            async with runtime(Double(window=WINDOW, tell=tell), blocks=blocks, patience=LONG) as rt:
+            async with runtime(Double(windows=(WINDOW,), tell=tell), blocks=blocks, patience=LONG) as rt:
                 found.append([(beam.tokens, beam.score) for beam in await rt.beam_search(prompt, params)])
                 if blocks == 26:
                     assert rt.stats().blocks_peak <= 26
@@ -197,7 +206,7 @@ async def test_beams_over_a_window_are_those_of_a_pool_that_keeps_everything() -
 async def test_a_fork_whose_copy_was_never_done_still_has_what_it_needs() -> None:
     """It computes the copied rows itself, from the start of their block on."""
     with anyio.fail_after(60):
-        async with runtime(Double(window=WINDOW), lease=4, inline=True) as rt:
+        async with runtime(Double(windows=(WINDOW,)), lease=4, inline=True) as rt:
             for length in range(45, 49):
                 prompt = prompt_of(length)
                 async with await rt.sequence(prompt) as parent:
@@ -220,7 +229,7 @@ async def test_a_fork_whose_copy_was_never_done_still_has_what_it_needs() -> Non
 async def test_a_truncated_sequence_goes_on_as_if_it_had_never_been_longer(length: int) -> None:
     prompt = prompt_of(100)
     with anyio.fail_after(20):
-        async with runtime(Double(window=WINDOW), blocks=8) as rt, await rt.sequence(prompt) as seq:
+        async with runtime(Double(windows=(WINDOW,)), blocks=8) as rt, await rt.sequence(prompt) as seq:
             await take(seq.generate(SamplingParams(max_tokens=20)), 20)
             await seq.truncate(length)
             await seq.append([5, 6])
@@ -232,7 +241,7 @@ async def test_a_truncated_sequence_goes_on_as_if_it_had_never_been_longer(lengt
 async def test_a_fork_truncated_into_what_its_parent_gave_back_goes_on() -> None:
     prompt = prompt_of(100)
     with anyio.fail_after(20):
-        async with runtime(Double(window=WINDOW), blocks=16) as rt, await rt.sequence(prompt) as seq:
+        async with runtime(Double(windows=(WINDOW,)), blocks=16) as rt, await rt.sequence(prompt) as seq:
             await seq.topk(1)
             for length in (99, 92, 88, 50, 1):
                 kid = (await seq.fork())[0]
@@ -243,7 +252,7 @@ async def test_a_fork_truncated_into_what_its_parent_gave_back_goes_on() -> None
 
 async def test_only_a_truncation_into_what_was_given_back_computes_again() -> None:
     with anyio.fail_after(20):
-        async with runtime(Double(window=WINDOW), blocks=64) as rt, await rt.sequence(prompt_of(100)) as seq:
+        async with runtime(Double(windows=(WINDOW,)), blocks=64) as rt, await rt.sequence(prompt_of(100)) as seq:
             await seq.topk(1)
             before = rt.stats().prompt_tokens
             await seq.truncate(97)
@@ -259,7 +268,7 @@ async def test_only_a_truncation_into_what_was_given_back_computes_again() -> No
 async def test_a_cancelled_append_that_found_a_long_prefix_leaves_the_sequence_as_it_was() -> None:
     prompt = prompt_of(60)
     with anyio.fail_after(20):
-        async with runtime(Double(window=WINDOW), prefix_cache=True, inline=True) as rt:
+        async with runtime(Double(windows=(WINDOW,)), prefix_cache=True, inline=True) as rt:
             async with await rt.sequence(prompt) as first:
                 await first.topk(1)
             for count in range(12):
@@ -276,7 +285,7 @@ async def test_a_cancelled_append_that_found_a_long_prefix_leaves_the_sequence_a
 
 async def test_keys_and_values_that_were_given_back_read_as_nan() -> None:
     with anyio.fail_after(20):
-        async with runtime(Double(window=WINDOW)) as rt, await rt.sequence(prompt_of(50)) as seq:
+        async with runtime(Double(windows=(WINDOW,))) as rt, await rt.sequence(prompt_of(50)) as seq:
             await seq.topk(1)
             await settled(rt, lambda: held(seq) < 6)
             k, v = await seq.read_kv(0)
@@ -292,7 +301,7 @@ async def test_keys_and_values_that_were_given_back_read_as_nan() -> None:
 async def test_a_prefix_that_is_kept_is_found_and_its_last_window_held() -> None:
     prompt = prompt_of(100)
     with anyio.fail_after(20):
-        async with runtime(Double(window=WINDOW), blocks=64, prefix_cache=True) as rt:
+        async with runtime(Double(windows=(WINDOW,)), blocks=64, prefix_cache=True) as rt:
             async with await rt.sequence(prompt) as first:
                 await first.topk(1)
             await free(rt, 64)
@@ -310,7 +319,7 @@ async def test_a_pool_full_of_one_prefix_serves_a_sequence_that_begins_with_it()
     """To adopt all of it would leave no block to write in."""
     prompt = prompt_of(33)
     with anyio.fail_after(20):
-        async with runtime(Double(window=WINDOW), blocks=8, prefix_cache=True) as rt:
+        async with runtime(Double(windows=(WINDOW,)), blocks=8, prefix_cache=True) as rt:
             for _ in range(3):
                 async with await rt.sequence(prompt) as seq:
                     assert await take(seq.generate(SamplingParams(max_tokens=40)), 40) == ahead(prompt, 40)
@@ -323,7 +332,7 @@ async def test_a_pool_full_of_one_prefix_serves_a_sequence_that_begins_with_it()
 @pytest.mark.parametrize("prefix", [False, True])
 async def test_a_generation_goes_on_unchanged_at_whichever_turn_it_is_preempted(prefix: bool, depth: int) -> None:
     prompt = prompt_of(45)
-    double = Double(depth=depth, window=WINDOW)
+    double = Double(depth=depth, windows=(WINDOW,))
     with anyio.fail_after(60):
         async with runtime(double, blocks=8, patience=LONG, prefix_cache=prefix, inline=True) as rt:
             for count in range(0, 120, 7):
@@ -351,7 +360,7 @@ async def test_whichever_request_for_blocks_is_told_to_give_way_a_fork_goes_on_r
     prompt = prompt_of(length)
     for number in range(6):
         give_way(monkeypatch, {number})
-        double = Double(window=5)
+        double = Double(windows=(5,))
         with anyio.fail_after(20):
             async with runtime(double, blocks=48, block_size=1, chunk=5, lease=1, prefix_cache=True, inline=True) as rt:
                 seq = await rt.sequence(prompt)
@@ -368,7 +377,7 @@ async def test_a_fork_of_a_generation_that_was_found_again_past_its_reader_goes_
     prompt, window = prompt_of(11), 3
     with anyio.fail_after(20):
         for ahead in range(1, 5):
-            double = Double(depth=depth, window=window)
+            double = Double(depth=depth, windows=(window,))
             async with runtime(double, block_size=1, lease=4 + ahead, prefix_cache=True, inline=True) as rt:
                 seq = await rt.sequence(prompt)
                 generation = seq.generate(SamplingParams(max_tokens=40))
@@ -382,21 +391,24 @@ async def test_a_fork_of_a_generation_that_was_found_again_past_its_reader_goes_
                 assert got + await take(generation, 8) == told
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2])
 @pytest.mark.parametrize("part", range(4))
 async def test_whatever_is_asked_and_told_to_give_way_every_token_is_right(
-    part: int, monkeypatch: pytest.MonkeyPatch
+    part: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where so many groups of layers keep every block beside those that have a window."""
     for seed in range(part, 48, 4):
         rng = random.Random(seed)
         window, size, chunk = rng.choice([2, 3, 5, 9]), rng.choice([1, 1, 2, 4]), rng.choice([1, 3, 5, 8])
         give_way(monkeypatch, set(rng.sample(range(30), rng.randrange(1, 9))))
-        double = Double(window=window, depth=rng.choice([1, 2]), seconds=rng.choice([1.0, 0.0003]))
+        windows = (None,) * kept + (window,) * (1 + kept % 2)
+        double = Double(windows=windows, depth=rng.choice([1, 2]), seconds=rng.choice([1.0, 0.0003]))
         prefix, lease = rng.random() < 0.7, rng.choice([1, 2, 5, 9])
         with anyio.fail_after(30):
             async with runtime(
                 double, blocks=200, block_size=size, chunk=chunk, lease=lease, prefix_cache=prefix, inline=True
             ) as rt:
-                await stroll(rt, rng, window)
+                await stroll(rt, rng, None if kept else window)
 
 
 def give_way(monkeypatch: pytest.MonkeyPatch, told: set[int]) -> None:
@@ -412,8 +424,8 @@ def give_way(monkeypatch: pytest.MonkeyPatch, told: set[int]) -> None:
     monkeypatch.setattr(Allocator, "_reserve", answer)
 
 
-async def stroll(rt: Runtime, rng: random.Random, window: int) -> None:
-    """A dozen operations on a family of sequences, one after the other."""
+async def stroll(rt: Runtime, rng: random.Random, window: int | None) -> None:
+    """A dozen operations on a family of sequences, one after the other. `window`: of the layers that see most."""
     family = [await rt.sequence(prompt_of(rng.randrange(1, 30)))]
     for _ in range(12):
         seq, act = rng.choice(family), rng.randrange(6)
@@ -423,7 +435,7 @@ async def stroll(rt: Runtime, rng: random.Random, window: int) -> None:
         elif act == 1:
             await seq.append(prompt_of(rng.randrange(1, 12), rng.randrange(5)))
         elif act == 2:
-            best = np.argsort(-Double.logprobs(tokens[-window:]))[:3].tolist()
+            best = np.argsort(-Double.logprobs(tokens if window is None else tokens[-window:]))[:3].tolist()
             assert [token for token, _ in await seq.topk(3)] == best
         elif act == 3:
             await seq.truncate(rng.randrange(1, len(tokens) + 1))
@@ -441,7 +453,7 @@ async def test_a_preempted_generation_whose_past_is_kept_computes_little_again()
     """The prefix that is found goes beyond the piece that would be computed first."""
     prompt = prompt_of(150)
     with anyio.fail_after(20):
-        double = Double(window=WINDOW)
+        double = Double(windows=(WINDOW,))
         async with runtime(double, blocks=64, prefix_cache=True, lease=4) as rt, await rt.sequence(prompt) as seq:
             generation = seq.generate(SamplingParams(max_tokens=40))
             await take(generation, 20)
@@ -457,7 +469,7 @@ async def test_it_ends_promptly_while_it_computes_a_long_past_again(ends: str) -
     prompt = prompt_of(400)
     with anyio.fail_after(60):
         for count in range(0, 60, 6):
-            async with runtime(Double(window=WINDOW), blocks=8, patience=LONG, inline=True) as rt:
+            async with runtime(Double(windows=(WINDOW,)), blocks=8, patience=LONG, inline=True) as rt:
                 seq = await rt.sequence(prompt)
                 generation = seq.generate(SamplingParams(max_tokens=20))
                 await take(generation, 3)
@@ -472,26 +484,37 @@ async def test_it_ends_promptly_while_it_computes_a_long_past_again(ends: str) -
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("prefix", [False, True])
-async def test_many_in_a_pool_for_few_say_what_each_says_alone(prefix: bool, depth: int) -> None:
+@pytest.mark.parametrize("windows", [(WINDOW,), (None, WINDOW), (None, WINDOW, WINDOW)])
+async def test_many_in_a_pool_for_few_say_what_each_says_alone(
+    windows: tuple[int | None, ...], prefix: bool, depth: int
+) -> None:
     """Long and short ones that generate, fork, append and truncate, in a fraction of the blocks that they want."""
     preemptions = 0
     with anyio.fail_after(120):
         for seed in range(4):
-            double = Double(depth=depth, window=WINDOW)
-            blocks = 8 + seed % 5
+            double = Double(depth=depth, windows=windows)
+            # What keeps every block has to fit: up to 300 tokens.
+            blocks = 8 + seed % 5 if None not in windows else 44 // len(windows) + 24 + seed % 5
             async with runtime(
-                double, blocks=blocks, lease=1 + seed % 9, patience=LONG, prefix_cache=prefix, inline=seed % 3 > 0
+                double,
+                blocks=blocks,
+                lease=1 + seed % 9,
+                max_batch=64 if seed % 2 else 3,
+                patience=LONG,
+                prefix_cache=prefix,
+                inline=seed % 3 > 0,
             ) as rt:
                 async with anyio.create_task_group() as group:
                     for index in range(6):
-                        group.start_soon(wander, rt, random.Random(100 * seed + index))
+                        rng = random.Random(100 * seed + index)
+                        group.start_soon(wander, rt, rng, None if None in windows else WINDOW)
                 sound(rt)
-                await free(rt, blocks)
+                await free(rt, blocks * len(windows))
                 preemptions += rt.stats().preemptions
     assert preemptions > 20, "the pool was too small now and then"
 
 
-async def wander(rt: Runtime, rng: random.Random) -> None:
+async def wander(rt: Runtime, rng: random.Random, window: int | None) -> None:
     family = [await rt.sequence(prompt_of(rng.randrange(1, 60), rng.randrange(4)))]
     for _ in range(6):
         seq = rng.choice(family)
@@ -504,7 +527,7 @@ async def wander(rt: Runtime, rng: random.Random) -> None:
             await seq.append(prompt_of(rng.randrange(30), rng.randrange(4)))
         else:
             generation, count = seq.generate(SamplingParams(max_tokens=40, ignore_eos=True)), rng.randrange(1, 40)
-            expected = ahead(before, count)
+            expected = Double.greedy(before, count, window)
             assert await take(generation, count // 2) == expected[: count // 2]
             if rng.random() < 0.3:
                 family += await seq.fork()

@@ -122,8 +122,8 @@ async def test_steps_carry_plain_arrays_of_the_stated_kinds(depth: int, seconds:
     for plan in double.plans:
         arrays = (plan.tokens, plan.positions, plan.slots, plan.feed, plan.tables, plan.lengths, plan.copies, plan.rows)
         assert all(isinstance(array, np.ndarray) and array.dtype == np.int32 for array in arrays)
-        assert len(plan.tokens) == len(plan.positions) == len(plan.slots)
-        assert len(plan.lengths) == len(plan.tables)
+        assert len(plan.tokens) == len(plan.positions) == len(plan.slots[0])
+        assert len(plan.lengths) == len(plan.tables[0])
         assert len(plan.feed) in (0, len(plan.lengths))
         assert len(plan.rows) == len(plan.sampling.keys)
     assert any(len(plan.feed) for plan in double.plans) == (depth == 2 or seconds < 1)
@@ -158,7 +158,7 @@ class Bench:
         """A greedy job of one given token with blocks for 16."""
         stream = Stream()
         table = [owner * 4 + index for index in range(4)]
-        job = Submit(owner=owner, tokens=[1], table=table, limit=limit, end=16, params=SamplingParams())
+        job = Submit(owner=owner, tokens=[1], tables=[table], limit=limit, end=16, params=SamplingParams())
         await self.worker.submit(job, stream)
         return stream
 
@@ -255,7 +255,7 @@ async def test_a_lane_that_only_an_older_step_sampled_for_waits_for_that_step() 
         bench.land([(10, 20)], seconds=0.0003)
         await bench.worker.turn()
         assert [plan.positions.tolist() for plan in bench.steps[1][0]] == [[1, 1], [2, 2], [3]]
-        bench.worker.post(Extend(owner=2, first=0, ids=[8, 9, 10, 11], limit=16))
+        bench.worker.post(Extend(owner=2, first=0, ids=[[8, 9, 10, 11]], limit=16))
         bench.land([(11, 21)], seconds=0.0003)
         await bench.worker.turn()
         bench.land([(12, 22), (13,)], seconds=1.0)
@@ -331,7 +331,7 @@ async def test_a_lease_is_extended_though_the_job_is_still_in_the_mailbox() -> N
     bench = Bench()
     with anyio.fail_after(10):
         stream = await bench.submit(1, limit=1)
-        bench.worker.post(Extend(owner=1, first=0, ids=[4, 5, 6, 7], limit=3))
+        bench.worker.post(Extend(owner=1, first=0, ids=[[4, 5, 6, 7]], limit=3))
         for token in (7, 8, 9):
             await bench.worker.turn()
             bench.done(token)
@@ -343,16 +343,16 @@ async def test_a_lease_extended_during_a_step_counts_in_the_step_after_it() -> N
     with anyio.fail_after(10):
         stream = await bench.submit(1, limit=1)
         await bench.worker.turn()
-        bench.worker.post(Extend(owner=1, first=0, ids=[4, 5, 6, 7], limit=2))
+        bench.worker.post(Extend(owner=1, first=0, ids=[[4, 5, 6, 7]], limit=2))
         bench.done(7)
         await bench.worker.turn()
-        bench.worker.post(Extend(owner=1, first=0, ids=[4, 5, 6, 7], limit=3))
+        bench.worker.post(Extend(owner=1, first=0, ids=[[4, 5, 6, 7]], limit=3))
         bench.done(8)
         await bench.worker.turn()
         bench.done(9)
         await bench.worker.turn()
         assert len(bench.steps) == 3, "the lease is at its end"
-        bench.worker.post(Extend(owner=1, first=0, ids=[4, 5, 6, 7], limit=4))
+        bench.worker.post(Extend(owner=1, first=0, ids=[[4, 5, 6, 7]], limit=4))
         await bench.worker.turn()
     assert list(stream.tokens) == [7, 8, 9] and len(bench.steps) == 4
 
