@@ -26,7 +26,7 @@ import mlx.core as mx
 from schedule import Load, combined
 from stress_driver import Driver, overdue, remains
 from stress_faults import delay_steps, hush
-from stress_oracle import LoneOracle, NarrowOracle, ToyOracle
+from stress_oracle import LoneOracle, MixedOracle, NarrowOracle, ToyOracle
 from stress_report import Report, explain, print_crash, resident, write_crash
 from stress_view import Camera, NoView, View, best_view, film
 from toy_model import ToyModel
@@ -84,7 +84,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--backend", choices=("asyncio", "trio"), default="asyncio")
     model = parser.add_mutually_exclusive_group().add_argument
     model("--model", help="a real model instead of the toy: its tokens are compared with what it says alone")
-    model("--window", action="store_true", help="layers with sliding windows: blocks before them are given back")
+    model(
+        "--window",
+        choices=("all", "some"),
+        nargs="?",
+        const="all",
+        help="all or some layers have a sliding window: blocks before it are given back",
+    )
     add("--prefix", action="store_true", help="prompts share heads, and blocks are kept for those that begin alike")
     add("--priorities", action="store_true", help="sequences of different priority")
     add("--beams", action="store_true", help="beam searches among the operations")
@@ -115,11 +121,12 @@ def stopper(options: argparse.Namespace, task: int) -> Callable[[int], bool]:
 
 
 def oracle_of(options: argparse.Namespace) -> type[LoneOracle] | type[ToyOracle]:
-    return LoneOracle if options.model else NarrowOracle if options.window else ToyOracle
+    toys = {None: ToyOracle, "all": NarrowOracle, "some": MixedOracle}
+    return LoneOracle if options.model else toys[options.window]
 
 
 def pool_size(options: argparse.Namespace) -> int:
-    """Blocks; enough for the longest sequence in any case."""
+    """Blocks, as many for each group of layers; enough for the longest sequence in any case."""
     if options.blocks is not None:
         return int(options.blocks)
     oracle = oracle_of(options)

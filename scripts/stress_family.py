@@ -126,7 +126,7 @@ class Family:
             if rows > len(held.shadow):
                 self.wrong(held, f"K and V of {rows} tokens in layer {layer}")
                 continue
-            gone = self._given_back(held, found[0])
+            gone = self._given_back(held, layer, found[0])
             self.report.kv_rows += rows - gone
             self.report.rows_given_back += gone
             for name, got, expected in zip("KV", found, self.oracle.kv(held.shadow[:rows], layer), strict=True):
@@ -137,11 +137,11 @@ class Family:
                         held, f"{name} of layer {layer} at {row} is {got[row].tolist()}, not {expected[row].tolist()}"
                     )
 
-    def _given_back(self, held: Held, k: npt.NDArray[np.float32]) -> int:
+    def _given_back(self, held: Held, layer: int, k: npt.NDArray[np.float32]) -> int:
         """How many of the first rows are no more; none that the next query sees may be among them."""
         here = np.flatnonzero(~np.isnan(k).all(axis=(1, 2)))
         gone = int(here[0]) if len(here) else len(k)
-        window = self.oracle.window
+        window = self.oracle.kept[layer]
         if gone and (window is None or gone > min(len(k), len(held.shadow) - 1) - window + 1):
             self.wrong(held, f"the first {gone} of {len(k)} rows of K were given back")
             return 0

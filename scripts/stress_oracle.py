@@ -16,7 +16,7 @@ from pagefork.runtime import Runtime, SamplingParams
 
 class Oracle(Protocol):
     """shortest, longest: how many tokens a sequence may have. layers: those whose K and V can be told, maybe none.
-    window: the widest layer's; None where a layer sees all positions, or it is not known.
+    kept: of how many positions at the end each of those keeps K and V at least; None for all.
 
     demand: tokens that one task's sequences would hold at peak in a pool without end, shared ones counted once;
     measured.
@@ -24,7 +24,7 @@ class Oracle(Protocol):
 
     vocab: int
     layers: int
-    window: int | None
+    kept: toy_model.Windows
     shortest: int
     longest: int
     demand: float
@@ -52,8 +52,8 @@ class ToyOracle(Oracle):
 
     vocab = toy_model.VOCAB
     layers = toy_model.LAYERS
-    windows = toy_model.ALL
-    window: int | None = None
+    windows: toy_model.Windows = toy_model.ALL
+    kept: toy_model.Windows = toy_model.ALL
     shortest = 0
     longest = 64
     demand = 28.0
@@ -78,12 +78,21 @@ class ToyOracle(Oracle):
 
 
 class NarrowOracle(ToyOracle):
-    """The toy with a window in each layer; sequences may be longer than what is held of them."""
+    """The toy with a window in each layer, which share one table; sequences may be longer than what is held of them."""
 
     windows = toy_model.NARROW
-    window = windows[1]
+    kept = (9, 9)
     longest = 96
     demand = 20.0
+
+
+class MixedOracle(ToyOracle):
+    """The toy with a window in its first layer alone: each layer has a table of its own."""
+
+    windows = toy_model.MIXED
+    kept = windows
+    longest = 96
+    demand = 26.0
 
 
 # Two appends in either order, and sampled tokens, would leave the known track.
@@ -97,7 +106,7 @@ class LoneOracle(Oracle):
     PROMPT = 24
     ANSWER = 24
     layers = 0
-    window = None
+    kept = toy_model.ALL
     shortest = PROMPT
     longest = PROMPT + ANSWER
     demand = 32.0

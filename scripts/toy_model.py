@@ -28,6 +28,7 @@ LAYERS = 2
 ALL: Windows = (None, None)
 NARROW: Windows = (6, 9)
 """Windows that most sequences of a stress test outgrow."""
+MIXED: Windows = (9, None)
 HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = 16

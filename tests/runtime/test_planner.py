@@ -145,7 +145,7 @@ def test_a_step_in_flight_keeps_its_arrays_while_the_next_is_planned_and_lanes_c
         name: getattr(plan, name).copy() for name in ("tokens", "positions", "slots", "feed", "tables", "lengths")
     }
     bench.planner.next()
-    bench.lanes.set_table(0, 0, [99] * 16)
+    bench.lanes.set_tables(0, 0, [[99] * 16])
     bench.lanes.next_token[:] = 77
     for name, values in before.items():
         assert np.array_equal(getattr(plan, name), values), name

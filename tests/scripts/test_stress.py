@@ -74,7 +74,9 @@ def in_process(*arguments: str, backend: str = "asyncio", view: NoView | None = 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "load", [[], EVERYTHING, ["--window", *EVERYTHING]], ids=["plain", "everything", "everything with windows"]
+    "load",
+    [[], EVERYTHING, ["--window", *EVERYTHING], ["--window", "some", *EVERYTHING]],
+    ids=["plain", "everything", "everything with windows", "everything with windows in some layers"],
 )
 def test_a_full_pool_loses_and_mixes_up_nothing(backend: str, load: list[str], tmp_path: Path) -> None:
     status, result = run("--ops", "1000", "--seed", "3", "--backend", backend, *load, cwd=tmp_path)
@@ -102,7 +104,7 @@ def test_a_real_model_says_under_stress_what_it_says_alone(monkeypatch: pytest.M
     assert result["ok"] and result["tokens"] > 0, result
 
 
-@pytest.mark.parametrize("load", [[], ["--window"]], ids=["all", "windows"])
+@pytest.mark.parametrize("load", [[], ["--window"], ["--window", "some"]], ids=["none", "windows", "some"])
 def test_the_pool_is_a_share_of_the_demand(load: list[str]) -> None:
     class Highest(NoView):
         every = 0.02
@@ -114,7 +116,8 @@ def test_the_pool_is_a_share_of_the_demand(load: list[str]) -> None:
     view = Highest()
     result = in_process("--ops", "960", "--sequences", "24", "--blocks", "2048", *load, view=view)
     assert result["ok"] and result["exhausted"] == result["preemptions"] == result["waited"] == 0
-    all_of_it = stress.pool_size(stress.parse(["--sequences", "24", "--demand", "1", *load]))
+    options = stress.parse(["--sequences", "24", "--demand", "1", *load])
+    all_of_it = stress.pool_size(options) * (2 if options.window == "some" else 1)
     assert 0.7 * all_of_it < view.blocks < 1.4 * all_of_it
 
 
@@ -181,16 +184,22 @@ def test_a_published_block_that_is_not_computed_is_noticed(monkeypatch: pytest.M
     assert not result["ok"] and result["content_errors"] > 0
 
 
-def test_a_block_that_is_given_back_while_a_window_sees_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layers", ["all", "some"])
+def test_a_block_that_is_given_back_while_a_window_sees_it_is_noticed(
+    layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needed = holdings.first_needed
     monkeypatch.setattr(holdings, "first_needed", lambda position, *rest: needed(position + 4, *rest))
-    result = in_process("--ops", "400", "--sequences", "16", "--window")
+    result = in_process("--ops", "400", "--sequences", "16", "--window", layers)
     assert not result["ok"] and result["content_errors"] > 0
 
 
-def test_a_sequence_that_goes_on_from_what_was_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layers", ["all", "some"])
+def test_a_sequence_that_goes_on_from_what_was_given_back_is_noticed(
+    layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(holdings.Holdings, "goes_on", lambda self, length: True)
-    result = in_process("--ops", "400", "--sequences", "16", "--window")
+    result = in_process("--ops", "400", "--sequences", "16", "--window", layers)
     assert not result["ok"] and result["content_errors"] > 0
 
 
@@ -218,9 +227,9 @@ async def test_the_toy_model_says_what_its_shadow_says(windows: toy_model.Window
         for layer in range(toy_model.LAYERS):
             k, v = await seq.read_kv(layer)
             expected = toy_model.expected_kv(tokens, layer, windows)
-            kept = 4 if np.isnan(k[0]).all() else 0
-            assert (k == expected[0])[kept:].all() and (v == expected[1])[kept:].all()
-    assert kept == (4 if windows == (3, 4) else 0), "given back where every layer has a window"
+            assert np.isnan(k[0]).all() == (windows[layer] is not None), "given back where the layer has a window"
+            gone = 4 if windows[layer] is not None else 0
+            assert (k == expected[0])[gone:].all() and (v == expected[1])[gone:].all()
     assert [token for token, _ in top] == toy_model.best(tokens, 6, windows)
     assert [logprob for _, logprob in top] == pytest.approx(
         [toy_model.logprobs(tokens, windows)[token] for token, _ in top], abs=1e-3
