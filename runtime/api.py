@@ -59,8 +59,9 @@ class Sequence:
         return self._actor.dead is not None
 
     async def append(self, tokens: Prompt, *, deadline: float | None = None) -> None:
-        """Add tokens, or a text that is encoded as a continuation, and reserve their blocks: where every layer has a
-        window, those of as many as are held at once.
+        """Add tokens, or a text that is encoded as a continuation, and reserve their blocks.
+
+        Where layers have a window, those of as many as are held at once.
 
         A running generation ends first, at the last token taken, also where nothing is appended then. K and V of the
         new tokens are computed when they are first needed. deadline: seconds to wait for blocks; default `patience` of
@@ -112,7 +113,7 @@ class Sequence:
         """A copy of the layer's K and V, float32 `[computed, kv_heads, head_dim]`; the last tokens may be pending.
 
         A running generation ends first. After a preemption there may be none: nothing is computed for this. Positions
-        whose blocks were given back, since they are out of every layer's window, are NaN. Raises InvalidRequest,
+        whose blocks were given back, since they are out of the layer's window, are NaN. Raises InvalidRequest,
         SequenceBusy.
         """
         layer = whole("layer", layer, 0, self._house.facts.layers - 1)
@@ -158,7 +159,8 @@ class Runtime:
 
         model: "smollm2-135m" (fetched once), a path or repo id that mlx-lm takes, a .gguf file, or a
         (model, tokenizer) pair. blocks: how many blocks the pool has, of `block_size` tokens each, for all sequences
-        together; "auto" takes what the device has room for beside the weights. max_batch: sequences computed in one
+        together, and where only some layers have a window for each group of layers (docs/engine.md); "auto" takes what
+        the device has room for beside the weights. max_batch: sequences computed in one
         step. prefill_step_size: prompt tokens a step takes beside its decodes. lease: tokens that a generation may run
         ahead of its reader.
 

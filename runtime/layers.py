@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
 
 from pagefork.runtime.errors import UnsupportedModel
+from pagefork.runtime.groups import Groups, grouped
 from pagefork.runtime.routing import Mask, Probe, refuse
 
 
@@ -34,6 +35,11 @@ class LayerSpec:
     def shape(self) -> tuple[int, int]:
         """Of a token's K, and of its V: (kv_heads, head_dim)."""
         return self.kv_heads, self.head_dim
+
+
+def grouped_layers(layers: Sequence[LayerSpec]) -> Groups:
+    """Those that they share the pools in."""
+    return grouped([layer.window for layer in layers], [layer.shape for layer in layers])
 
 
 def layer_spec(probe: Probe) -> LayerSpec:

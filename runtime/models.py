@@ -24,9 +24,9 @@ from pagefork import kernels
 from pagefork.kernels import Rope
 from pagefork.runtime import fetch, gguf, plain
 from pagefork.runtime.errors import InvalidRequest, ModelUnavailable, UnsupportedModel
-from pagefork.runtime.groups import Groups, grouped
+from pagefork.runtime.groups import Groups
 from pagefork.runtime.joint import join, rotations
-from pagefork.runtime.layers import LayerSpec, attempt, brief, layer_spec, trunks
+from pagefork.runtime.layers import LayerSpec, attempt, brief, grouped_layers, layer_spec, trunks
 from pagefork.runtime.log import log
 from pagefork.runtime.rewrites import REWRITES
 from pagefork.runtime.routing import (
@@ -163,7 +163,7 @@ class Model:
             refuse("it returns something other than an array of logits")
         self.vocab_size = logits.shape[-1]
         self.layers = tuple(layer_spec(probe) for probe in probes)
-        self.groups = grouped([spec.window for spec in self.layers], [spec.shape for spec in self.layers])
+        self.groups = grouped_layers(self.layers)
         self.recast = tuple(probe.recast for probe in probes)
         self.dtype = probes[0].call["keys"].dtype if probes[0].call else mx.float32
 

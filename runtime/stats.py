@@ -11,8 +11,9 @@ class Stats(Struct, frozen=True):
     """Counts since the runtime was opened, unless they say what is now.
 
     blocks_*: now, but for the peak, the most that were referenced; referenced blocks are held by sequences or pinned
-    by copies, cached ones are kept for reuse. block_bytes: K and V of all layers. copies: blocks copied on write,
-    copied_bytes over all layers. steps: forward passes. tokens: sampled; prompt_tokens: computed in chunks. sequences:
+    by copies, cached ones are kept for reuse. Where layers are in several groups, each group has blocks of its own, and
+    all are counted. block_bytes: K and V of all layers, of such a group. copies: blocks copied on write, copied_bytes
+    over all layers. steps: forward passes. tokens: sampled; prompt_tokens: computed in chunks. sequences:
     live now; forks: children made. prefix_hits: sequences that found cached blocks, prefix_hit_tokens in them;
     evictions: cached blocks given to others. preemptions: times a sequence was told to give up its blocks. waiting:
     operations that wait for blocks now; waited: requests that had to, expired: those of them that waited in vain. jobs:

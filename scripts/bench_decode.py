@@ -21,8 +21,8 @@ from mlx.utils import tree_flatten
 from pagefork.runtime import Runtime, SamplingParams, Sequence
 
 
-async def ours(model: nn.Module, texts: list[list[int]], tokens: int) -> float:
-    """Tokens per second of sequences that all decode, each read by its own task."""
+async def ours(model: nn.Module, texts: list[list[int]], tokens: int) -> tuple[float, float]:
+    """Tokens per second of sequences that all decode, each read by its own task; and how many GB their blocks take."""
     batch, context = len(texts), len(texts[0])
     blocks = batch * (-(-(context + tokens) // 16) + 2)
     times: list[float] = []
@@ -38,7 +38,8 @@ async def ours(model: nn.Module, texts: list[list[int]], tokens: int) -> float:
             async with anyio.create_task_group() as group:
                 for sequence in sequences:
                     group.start_soon(read, sequence, count)
-    return bench_peer.rate(times, batch)
+        stats = rt.stats()
+    return bench_peer.rate(times, batch), stats.blocks_referenced * stats.block_bytes / 1e9
 
 
 def bound(model: nn.Module, batch: int, context: int, bandwidth: float) -> float:
@@ -46,8 +47,10 @@ def bound(model: nn.Module, batch: int, context: int, bandwidth: float) -> float
     weights = sum(array.nbytes for name, array in tree_flatten(model.parameters()) if "embed_tokens" not in name)
     args = model.args
     head_dim = args.head_dim or args.hidden_size // args.num_attention_heads
-    per_token = 2 * args.num_hidden_layers * args.num_key_value_heads * head_dim * mx.bfloat16.size
-    return batch * bandwidth / (weights + batch * context * per_token)
+    kinds = args.layer_types or ["full_attention"] * args.num_hidden_layers
+    seen = sum(min(context, args.sliding_window) if kind == "sliding_attention" else context for kind in kinds)
+    per_token = 2 * args.num_key_value_heads * head_dim * mx.bfloat16.size
+    return batch * bandwidth / (weights + batch * seen * per_token)
 
 
 def add_command(commands: Any) -> None:
@@ -79,7 +82,8 @@ def run(arguments: Any) -> None:
         batch, context = map(int, case.split(","))
         texts = bench_peer.prompts(batch, context, bench_peer.SHAPES[arguments.shape]["vocab_size"])
         row = {"batch": batch, "context": context, "bound": bound(model, batch, context, bandwidth)}
-        row["tokens_per_s"] = anyio.run(ours, model, texts, arguments.tokens, backend=arguments.backend)
+        rate, held = anyio.run(ours, model, texts, arguments.tokens, backend=arguments.backend)
+        row["tokens_per_s"], row["kv_gb"] = rate, held
         row["step_ms"] = batch / row["tokens_per_s"] * 1e3
         gc.collect()
         mx.clear_cache()

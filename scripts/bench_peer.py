@@ -17,16 +17,29 @@ from mlx_lm.models import llama
 
 CHUNK = 2048  # prompt tokens a step
 
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+}
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "rope_theta": 10000.0,
+}
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-    },
+    "llama-8b": LLAMA_8B,
+    # Three of four layers with a window, as in Cohere's Command R7B and OLMo 3.
+    "llama-8b-sliding": LLAMA_8B
+    | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8, "sliding_window": 1024},
     "llama-1b": {
         "hidden_size": 2048,
         "num_hidden_layers": 16,
@@ -37,15 +50,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 500000.0,
         "tie_word_embeddings": True,
     },
-    "tiny": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-        "rope_theta": 10000.0,
-    },
+    "tiny": TINY,
+    "tiny-sliding": TINY | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
 }
 
 

@@ -20,7 +20,7 @@ import mlx.core as mx
 from architectures import NEEDS, is_model, names, tiny
 
 from pagefork.runtime.errors import UnsupportedModel
-from pagefork.runtime.layers import LayerSpec
+from pagefork.runtime.layers import LayerSpec, grouped_layers
 from pagefork.runtime.models import load
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -41,10 +41,11 @@ have one set of blocks. Values narrower than keys are kept padded with zeros. At
 ragged steps and far into the context, are compared with the model's own.
 
 **Sliding windows.** A layer with a window attends to the last `window` positions: the attention kernel skips what lies
-before them, and mlx-lm's answers do not change. All layers share one block table. Where each of them has a window, the
-blocks that fell out of the widest are given back while the sequence goes on, so it may be longer than the pool. Where
-one layer sees all positions, as in Gemma 3 and gpt-oss, all blocks are held until the sequence is truncated or closed;
-so it is with Mistral 7B v0.1, Phi-3 and StarCoder2, whose windows mlx-lm does not apply.
+before them, and mlx-lm's answers do not change. Blocks that fell out of the widest window are given back while the
+sequence goes on. Where every layer has a window it may be longer than the pool. Where some see all positions, as in
+Gemma 3 and gpt-oss, the two kinds have block tables of their own in one pool, and only the others' blocks go back
+(docs/engine.md, "Groups of layers"). "All blocks kept" means that they cannot share a pool, being of different shapes.
+Mistral 7B v0.1, Phi-3 and StarCoder2 keep every block as well: mlx-lm does not apply their windows.
 
 **What is refused.** Multi-head latent attention caches compressed states, but where mlx-lm expands them to keys and
 values before it caches (DeepSeek V2, MiniCPM3, Youtu); state-space, linear-attention and convolution layers keep a
@@ -96,6 +97,8 @@ def described(layers: tuple[LayerSpec, ...]) -> str:
         parts.append("capped scores")
     if len({(layer.kv_heads, layer.head_dim) for layer in layers}) > 1:
         parts.append("layers of different shapes")
+    if len(windows) > 1 and len(grouped_layers(layers).windows) == 1:
+        parts.append("all blocks kept")
     return ", ".join(parts)
 
 

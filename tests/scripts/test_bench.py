@@ -28,8 +28,9 @@ def test_control_compares_host_costs(backend: str) -> None:
     assert all(row["us_per_token"] > 0 and row["mlx_lm_us_per_token"] > 0 for row in rows)
 
 
-def test_decode_compares_with_the_peer_and_the_bound() -> None:
-    rows = bench("decode", "--shape", "tiny", "--case", "3,20", "--tokens", "8")["rows"]
+@pytest.mark.parametrize("shape", ["tiny", "tiny-sliding"])
+def test_decode_compares_with_the_peer_and_the_bound(shape: str) -> None:
+    rows = bench("decode", "--shape", shape, "--case", "3,20", "--tokens", "8")["rows"]
     assert set(rows[0]) >= {"batch", "context", "bound", "tokens_per_s", "mlx_lm_tokens_per_s", "ratio"}
 
 
