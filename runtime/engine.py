@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -164,9 +165,18 @@ class EngineThread:
         self._queue.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Whether the thread has ended within `timeout` seconds. Blocks: not for the event loop."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
+        """Whether the thread has ended within `timeout` seconds. Blocks: not for the event loop.
+
+        Before Python 3.13 the system's thread goes on after Python's: MLX takes down what it kept for it, and on CUDA
+        that may break what another thread has MLX do just then. On Linux it is waited for.
+        """
+        if self._thread.ident is None:
+            return True
+        end = time.monotonic() + timeout
+        self._thread.join(timeout)
+        left = Path(f"/proc/self/task/{self._thread.native_id}")
+        while not self._thread.is_alive() and left.exists() and time.monotonic() < end:
+            time.sleep(0.001)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

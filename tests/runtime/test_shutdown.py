@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 import traceback
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import anyio
+import mlx.core as mx
 import pytest
 
 from pagefork.runtime import (
@@ -20,6 +24,7 @@ from pagefork.runtime import (
     WorkerDied,
 )
 from pagefork.runtime.api import opened
+from pagefork.runtime.engine import EngineThread
 from pagefork.runtime.supervisor import Options
 
 from .double import Double, free, ledger, runtime, take
@@ -46,6 +51,19 @@ CALLS: list[Callable[[Runtime, Sequence], Awaitable[object]]] = [
 def options(build: Callable[[], Double], **changes: object) -> Options:
     given = {"blocks": 64, "block_size": 4, "max_batch": 8, "prefill_step_size": 8, "lease": 8, "shutdown_timeout": 5.0}
     return Options(build=build, **(given | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_once_joined_nothing_of_the_thread_is_left() -> None:
+    """What MLX kept for it is taken down last, when Python's part of the thread has ended."""
+    for _ in range(20):
+        ready = threading.Event()
+        thread = EngineThread(Double, lambda message: None)
+        thread.start(lambda facts, error, ready=ready: ready.set())
+        assert ready.wait(10)
+        thread.call(lambda engine: mx.eval(mx.ones(9) + 1), lambda value, error: None)
+        thread.stop()
+        assert thread.join(10) and not Path(f"/proc/self/task/{thread._thread.native_id}").exists()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
