@@ -27,7 +27,7 @@ def blocks_that_fit(model: Model, block_size: int) -> int:
     values = len(groups.windows) * sum(2 * heads * dim for heads, dim in shapes)  # of a token
     block_bytes = values * block_size * model.dtype.size
     room = _room()
-    blocks = min(int(room // block_bytes), (2**31 - 1) // block_size)
+    blocks = min(int(room // block_bytes), (2**31 - 1) // (block_size * len(groups.windows)))
     log.info(
         "memory_planned",
         blocks=blocks,
