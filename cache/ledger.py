@@ -73,7 +73,8 @@ class Ledger:
     ) -> None:
         """`prefix` False: nothing is published or adopted. `namespace` names the weights, see PrefixIndex.
 
-        `windows`: of each group, a query at position i reads none before `i - window + 1`. None: it may read all.
+        `windows`: of each group, a query at position i reads none before `i - window + 1`. None: it may read all. A
+        sequence counts what all its windows gave back as one number: give those that have one the widest.
         """
         self.pool = pool
         self.prefix = prefix

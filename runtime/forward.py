@@ -61,7 +61,7 @@ class Engine:
             arrival = self._transfer.receive(out)
         pending = self._kv.pending()
         mx.async_eval(*(arrival.pending if arrival else ()), *pending)
-        self._flights.append((arrival, pending[-1:]))
+        self._flights.append((arrival, pending[-self.facts.groups.pools :]))  # what each pool waits for
 
     def collect(self) -> StepResult:
         arrival, last = self._flights.popleft()

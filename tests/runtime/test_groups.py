@@ -10,14 +10,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from architectures import tiny
+from bench_control import NullModel
 
 from pagefork.cache.kv import PagedKVCache
 from pagefork.runtime import BeamSearchParams, ContextOverflow, Runtime, SamplingParams
 from pagefork.runtime.attention import Arrays, StepAttention
-from pagefork.runtime.engine import Segment
+from pagefork.runtime.engine import Segment, StepPlan
+from pagefork.runtime.forward import Engine
 from pagefork.runtime.groups import MOST, Groups, grouped, longest, window_of
 from pagefork.runtime.layers import LayerSpec
 from pagefork.runtime.models import load
+from pagefork.runtime.sampling import Sampling
 
 from .double import Double, free, ledger, runtime, settled, take
 from .test_window import WINDOW, poison, prompt_of, sound, stepwise
@@ -253,6 +256,41 @@ async def test_a_model_of_mlx_lm_says_what_it_says_with_its_own_cache(
     logits = mx.concatenate(stepwise(model, tokens[:-1]))[29:]
     chosen = mx.take_along_axis(logits, mx.array(tokens[30:])[:, None], axis=1)[:, 0]
     assert float((logits.max(axis=1) - chosen).max()) <= 2e-4 * float(mx.abs(logits).max())
+
+
+def test_a_step_without_logits_is_done_when_every_pool_is() -> None:
+    """The last layer's pool need not be the last."""
+
+    class Pools:
+        num_blocks, nbytes = 4, 0
+
+        def __init__(self) -> None:
+            self.arrays = [mx.array(index) for index in range(9)]
+
+        def pending(self) -> list[mx.array]:
+            return self.arrays
+
+    class Silent(NullModel):
+        groups = Groups((None, 8), ((0, 0), (0, 1), (0, 2), (1, 0)))
+
+    kv, none = Pools(), np.zeros(0, np.int32)
+    engine = Engine(Silent(), kv, depth=1)  # type: ignore[arg-type]
+    engine.launch(
+        StepPlan(
+            tokens=np.ones(1, np.int32),
+            positions=np.zeros(1, np.int32),
+            slots=np.zeros((2, 1), np.int32),
+            feed=none,
+            tables=np.zeros((2, 0, 8), np.int32),
+            lengths=none,
+            segments=(Segment(0, 1, 0, np.zeros((2, 1), np.int32)),),
+            copies=np.zeros((0, 3), np.int32),
+            rows=none,
+            sampling=Sampling(*(np.zeros(0, np.float32) for _ in range(4)), np.zeros((0, 2), np.uint32)),
+        )
+    )
+    ((_, awaited),) = engine._flights
+    assert [id(array) for array in awaited] == [id(array) for array in kv.arrays[-3:]]
 
 
 def test_no_pool_is_copied_where_several_layers_write_it_in_a_step() -> None:
