@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
+from pagefork.cache.grant import Grant, Quote
 from pagefork.cache.lazy_heap import LazyHeap
-from pagefork.cache.ledger import Grant, Ledger, Quote
+from pagefork.cache.ledger import Ledger
 from pagefork.cache.prefix import Chain, Tokens
 from pagefork.cache.victims import Party, Victims
 

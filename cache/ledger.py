@@ -3,57 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from pagefork.cache.blocks import BlockPool, BlocksExhausted, Ids
+from pagefork.cache.grant import Grant, Quote
 from pagefork.cache.prefix import Chain, PrefixIndex, Tokens
 from pagefork.cache.table import BlockTable
-
-
-@dataclass(frozen=True)
-class Grant:
-    """Each of an owner's tables from entry `first` on, and the copies (source, destination, filled rows) due before a
-    write.
-
-    hit: tokens at the tables' start whose K and V are in their blocks already, found in the prefix index. trimmed:
-    with a hit, how many entries at the start of the tables with a window are holes.
-    """
-
-    first: int
-    ids: list[list[int]]
-    copies: list[tuple[int, int, int]]
-    hit: int = 0
-    trimmed: int = 0
-
-
-@dataclass(slots=True)
-class Quote:
-    """What a `reserve` would take now: `new` blocks, when at most `spare` can be had. Good until the ledger changes.
-
-    revived: idle blocks that it would adopt, not among those to spare. chains, adopted: for each table the published
-    chain that it would begin with, all of one depth, and the blocks of it that the owner would hold. replaced: (table,
-    entry, block) that would get a fresh block. withdrawn: block ids that would be unpublished and written in place.
-    """
-
-    new: int
-    spare: int
-    revived: int = 0
-    chains: Sequence[Chain] = ()
-    adopted: Sequence[Sequence[int]] = ()
-    replaced: Sequence[tuple[int, int, int]] = ()
-    withdrawn: Sequence[int] = ()
-
-    @property
-    def short(self) -> int:
-        """Blocks that others must give up first; 0 when the reserve can be met."""
-        return max(0, self.new - self.spare)
-
-    @property
-    def takes(self) -> int:
-        """Blocks that would not be available to others any more."""
-        return self.new + self.revived
 
 
 class Ledger:
@@ -185,9 +141,7 @@ class Ledger:
 
     def take(self, owner: int, length: int, write_from: int | None, quote: Quote) -> Grant:
         """Reserve what was just quoted for the same arguments, with nothing short and no call in between."""
-        tables = self._tables.get(owner)
-        if tables is None:
-            tables = [BlockTable(self.pool.block_size) for _ in self.windows]
+        tables = self._tables_of(owner)
         hit = self._adopt(owner, tables, quote)
         length = max(length, tables[0].length)
         replaced, withdrawn = quote.replaced, quote.withdrawn
@@ -237,7 +191,7 @@ class Ledger:
 
         They are empty where a window's table has nothing but holes for so many.
         """
-        tables = self._tables.get(owner) or [BlockTable(self.pool.block_size) for _ in self.windows]
+        tables = self._tables_of(owner)
         length = min(table.readable(min(length, table.length)) for table in tables)
         chains = self._chains.get(owner)
         if chains is not None:
@@ -311,6 +265,10 @@ class Ledger:
         if self.pool.num_free + self.cached + held != self.pool.num_blocks:
             raise AssertionError("free, idle and held blocks do not add up to the pool")
         self.index.check()
+
+    def _tables_of(self, owner: int) -> list[BlockTable]:
+        """The owner's tables, or empty ones."""
+        return self._tables.get(owner) or [BlockTable(self.pool.block_size) for _ in self.windows]
 
     def _adopt(self, owner: int, tables: list[BlockTable], quote: Quote) -> int:
         if not any(quote.adopted):

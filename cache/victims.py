@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagefork.cache.blocks import Ids
+from pagefork.cache.grant import Quote
 from pagefork.cache.lazy_heap import LazyHeap
-from pagefork.cache.ledger import Ledger, Quote
+from pagefork.cache.ledger import Ledger
 
 RESCAN = 0.05
 """Seconds after which owners whose preemption would have freed nothing are looked at again."""

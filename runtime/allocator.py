@@ -10,7 +10,8 @@ import anyio
 from pagefork.cache import arbiter as events
 from pagefork.cache.arbiter import Arbiter
 from pagefork.cache.blocks import BlockPool
-from pagefork.cache.ledger import Grant, Ledger
+from pagefork.cache.grant import Grant
+from pagefork.cache.ledger import Ledger
 from pagefork.runtime.actor import Actor, Envelope
 from pagefork.runtime.errors import PageforkError
 from pagefork.runtime.messages import (

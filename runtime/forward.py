@@ -127,10 +127,9 @@ def build(source: Source, blocks: Blocks, block_size: int, progress: Progress | 
     model = load(source, progress=progress)
     if blocks == "auto":
         blocks = blocks_that_fit(model, block_size)
-    groups = model.groups
-    shapes = [model.layers[groups.layer(pool)].shape for pool in range(groups.pools)]
+    groups = len(model.groups.windows)
     try:
-        kv = PagedKVCache(blocks * len(groups.windows), block_size, shapes, model.dtype)
+        kv = PagedKVCache(blocks * groups, block_size, model.pools, model.dtype)
     except UnsupportedDtype as error:
         raise UnsupportedModel(f"{model.name}: {error}") from error
     except KVError as error:
@@ -140,7 +139,7 @@ def build(source: Source, blocks: Blocks, block_size: int, progress: Progress | 
         "model_loaded",
         model=model.name,
         layers=len(model.layers),
-        groups=len(groups.windows),
+        groups=groups,
         weights_mb=round(model.weight_bytes / 1e6),
         kv_mb=round(kv.nbytes / 1e6),
         device=str(mx.default_device()),

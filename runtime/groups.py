@@ -41,16 +41,11 @@ def grouped(windows: Sequence[int | None], shapes: Sequence[tuple[int, int]]) ->
     layers = range(len(windows))
     kept = [layer for layer in layers if windows[layer] is None]
     slid = sorted((layer for layer in layers if windows[layer] is not None), key=lambda layer: windows[layer] or 0)
-    sizes = [size for size in layers[1:] if -(-len(kept) // size) - (-len(slid) // size) <= MOST]
+    sizes = [size for size in layers[1:] if _room(kept, size) + _room(slid, size) <= MOST * size]
     # A group that is not full leaves its part of the last pools unused.
-    size = min(sizes, key=lambda size: (_used(kept, slid, size), -size), default=0)
-    if (
-        not kept
-        or not slid
-        or len(set(shapes)) > 1
-        or not size
-        or -(-len(kept) // size) * size > WORTHWHILE * len(windows)
-    ):
+    size = min(sizes, key=lambda size: (_room(kept, size) + _room(slid, size), -size), default=0)
+    mixed = kept and slid and len(set(shapes)) == 1
+    if not mixed or not size or _room(kept, size) > WORTHWHILE * len(windows):
         widest = max((window for window in windows if window is not None), default=None)
         return Groups((None if kept else widest,), tuple((0, layer) for layer in layers))
     parts = [part[at : at + size] for part in (kept, slid) for at in range(0, len(part), size)]
@@ -59,9 +54,9 @@ def grouped(windows: Sequence[int | None], shapes: Sequence[tuple[int, int]]) ->
     return Groups(tuple(widest_of), tuple(places[layer] for layer in layers))
 
 
-def _used(kept: list[int], slid: list[int], size: int) -> int:
-    """Layers that pools for groups of this size have room for."""
-    return sum(-(-len(part) // size) * size for part in (kept, slid))
+def _room(layers: list[int], size: int) -> int:
+    """For how many layers the groups of this size have room that these take."""
+    return -(-len(layers) // size) * size
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ def window_of(windows: Sequence[int | None], num_blocks: int, block_size: int, c
     if widest is None:
         return None
     size = max(widest, 2)  # as `first_needed` counts
-    spare = num_blocks // len(windows) - -(-(size - 1) // block_size) - 1
+    spare = num_blocks // len(windows) - _spread(size, block_size)
     return Window(size, min(chunk, spare * block_size), windows.count(None)) if spare > 0 else None
 
 
@@ -95,6 +90,10 @@ def longest(window: Window | None, groups: int, num_blocks: int, block_size: int
         return num_blocks // groups * block_size
     if not window.first:
         return None
-    # A window's blocks, the one that it begins in, and those of a part.
-    held = -(-(window.size - 1) // block_size) + 1 + -(-window.part // block_size)
+    held = _spread(window.size, block_size) + -(-window.part // block_size)
     return (num_blocks - held * (groups - window.first)) // window.first * block_size
+
+
+def _spread(size: int, block_size: int) -> int:
+    """Over how many blocks the positions of a window lie at most."""
+    return -(-(size - 1) // block_size) + 1

@@ -22,12 +22,11 @@ def blocks_that_fit(model: Model, block_size: int) -> int:
 
     Call it once the weights are loaded. Raises InvalidRequest where not even one block fits.
     """
-    groups = model.groups
-    shapes = [model.layers[groups.layer(pool)].shape for pool in range(groups.pools)]
-    values = len(groups.windows) * sum(2 * heads * dim for heads, dim in shapes)  # of a token
+    groups = len(model.groups.windows)
+    values = groups * sum(2 * heads * dim for heads, dim in model.pools)  # of a token
     block_bytes = values * block_size * model.dtype.size
     room = _room()
-    blocks = min(int(room // block_bytes), (2**31 - 1) // (block_size * len(groups.windows)))
+    blocks = min(int(room // block_bytes), (2**31 - 1) // (block_size * groups))
     log.info(
         "memory_planned",
         blocks=blocks,

@@ -58,6 +58,8 @@ class Model:
     vocab_size: int
     layers: tuple[LayerSpec, ...]
     groups: Groups
+    pools: tuple[tuple[int, int], ...]
+    """(kv_heads, head_dim) of each pool that the groups share."""
     dtype: mx.Dtype
     """Of K and V."""
     eos_ids: frozenset[int]
@@ -164,6 +166,7 @@ class Model:
         self.vocab_size = logits.shape[-1]
         self.layers = tuple(layer_spec(probe) for probe in probes)
         self.groups = grouped_layers(self.layers)
+        self.pools = tuple(self.layers[self.groups.layer(pool)].shape for pool in range(self.groups.pools))
         self.recast = tuple(probe.recast for probe in probes)
         self.dtype = probes[0].call["keys"].dtype if probes[0].call else mx.float32
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from pagefork.cache.arbiter import Arbiter, Event, Expired, Granted, Preempt, Refused, Waiting, Yield
 from pagefork.cache.blocks import BlockPool
-from pagefork.cache.ledger import Grant, Ledger
+from pagefork.cache.grant import Grant
+from pagefork.cache.ledger import Ledger
 
 SECONDS_PER_TOKEN = 0.03
 PREFILL_PER_SECOND = 8000

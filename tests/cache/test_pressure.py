@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pagefork.cache.arbiter import AGEING, Arbiter, Event, Expired, Granted, Preempt, Refused, Waiting, Yield
 from pagefork.cache.blocks import BlockPool
-from pagefork.cache.ledger import Grant, Ledger, first_needed
+from pagefork.cache.grant import Grant
+from pagefork.cache.ledger import Ledger, first_needed
 from pagefork.cache.prefix import PrefixIndex
 from pagefork.cache.table import HOLE
 

@@ -22,7 +22,8 @@ from stress_oracle import LoneOracle
 from stress_view import LiveView, NoView, Picture, PlainView
 
 from pagefork.cache.blocks import BlockPool
-from pagefork.cache.ledger import Grant, Ledger
+from pagefork.cache.grant import Grant
+from pagefork.cache.ledger import Ledger
 from pagefork.kernels import dispatch
 from pagefork.kernels.device import Device
 from pagefork.runtime import Runtime, holdings
